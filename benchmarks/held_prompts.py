@@ -14,7 +14,7 @@ import numpy as np
 from transport_movers import allocate
 
 from kvferry.arrays import Bytes
-from kvferry.execution.announce import Announcer, PushedRequest
+from kvferry.execution.announce import Announcer, Announcement
 from kvferry.execution.device import HOST
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import GuardWords, Held, Scratch, StepWords
@@ -176,7 +176,7 @@ class Jobs:
             engine = self._engines.get(self._hold)
             return None if engine is None else engine.sources(transfer_id, self._blocks, is_held=True)
 
-        push = PushedRequest(str(number), transfer_id, NUM_TOKENS, "prompt", time.monotonic() + SECONDS)
+        push = Announcement(str(number), transfer_id, NUM_TOKENS, "prompt", time.monotonic() + SECONDS)
         request = HeldRequest(push, lambda: self._engines.get(self._hold), sources)  # type: ignore[arg-type]
         return self._on_request.load(self.read(number), request)
 

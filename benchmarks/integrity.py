@@ -27,14 +27,14 @@ from kvferry.cli.console import open_console, progress
 from kvferry.execution.digests import DigestTable, PairDigests
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.push_digests import PushDigests, PushedCells, WrittenDigests
+from kvferry.execution.push_digests import PartDigests, PartCells, WrittenDigests
 from kvferry.execution.read import RankRead, Read
 from kvferry.execution.route import Route
 from kvferry.execution.stage import Stage, collapse_to_huge_pages
 from kvferry.execution.write import Write
-from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push.part import Part, announced_blocks
-from kvferry.handoff.push.sender import END, BlockList, Prompt, PushRequest, Sender
+from kvferry.handoff.messages import WriteKey
+from kvferry.handoff.part import Part, announced_blocks
+from kvferry.handoff.source import END, BlockList, Prompt, WriteRequest, SourceWrites
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
@@ -188,7 +188,7 @@ class Pushes(Engines):
         self._spans = LayerSpans({"full": [str(layer) for layer in range(NUM_LAYERS)]})
         self._number = 0
         self._cells = {
-            (plan, kept, at_source): PushedCells(plan, kept, at_source=at_source, is_sliced=kept is Integrity.SAMPLE)
+            (plan, kept, at_source): PartCells(plan, kept, at_source=at_source, is_sliced=kept is Integrity.SAMPLE)
             for plan in self.route.plans(0)
             for kept in self.tables
             for at_source in (True, False)
@@ -199,14 +199,14 @@ class Pushes(Engines):
     def measure(self, integrity: Integrity) -> dict[str, float]:
         """Write a prompt into random blocks, compare, and return the seconds of each part."""
         self._number += 1
-        key, blocks = PushKey("benchmark/0", 1, self._number), self.blocks()
+        key, blocks = WriteKey("benchmark/0", 1, self._number), self.blocks()
         results, compared, seconds = [], 0.0, 0.0
         for plan in self.route.plans(0):
             part = Part(plan, announced_blocks(plan, [blocks])).in_spans(self._spans.plans(plan))
             written = None
             if integrity is not Integrity.OFF:
-                written = WrittenDigests(PushDigests(self._cells[plan, integrity, True], part.announced, key))
-                landed = PushDigests(self._cells[plan, integrity, False], part.announced, key)
+                written = WrittenDigests(PartDigests(self._cells[plan, integrity, True], part.announced, key))
+                landed = PartDigests(self._cells[plan, integrity, False], part.announced, key)
             started = time.perf_counter()
             results.append(self._write(plan, part, key, blocks, written))
             ended = time.perf_counter()
@@ -226,12 +226,12 @@ class Pushes(Engines):
         }
 
     def _write(
-        self, plan: PairPlan, part: Part, key: PushKey, blocks: GroupBlocks, digests: WrittenDigests | None
+        self, plan: PairPlan, part: Part, key: WriteKey, blocks: GroupBlocks, digests: WrittenDigests | None
     ) -> JobResult:
         """Run one source's push: each span of layers as the engine declares it final."""
-        sender, results = Sender(), list[JobResult]()
+        sender, results = SourceWrites(), list[JobResult]()
         deadline = time.monotonic() + DEADLINE_SECONDS
-        sender.announce(PushRequest(key, "x", self._case.tokens, "digest", part.needs, deadline), now=0.0)
+        sender.announce(WriteRequest(key, "x", self._case.tokens, "digest", part.needs, deadline), now=0.0)
         link = self.route.links[plan.assignment.source_index]
         job = Write(
             sender, threading.Lock(), key, part, link.poll, lambda result, _: results.append(result), digests=digests

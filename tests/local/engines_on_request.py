@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.execution.announce import FENCE_SECONDS, Announcer, PushedRequest
+from kvferry.execution.announce import FENCE_SECONDS, Announcer, Announcement
 from kvferry.execution.digests import DigestTable
 from kvferry.execution.guard_words import GuardWords, Held, StepWords
 from kvferry.execution.job import JobResult
@@ -188,7 +188,7 @@ class LoadingRank(Parts):
 
         read = Read(job_id, reads, now + seconds, now + late_seconds)  # type: ignore[arg-type]
         prompt = held.prompt
-        push = PushedRequest(
+        push = Announcement(
             job_id, transfer_id, prompt.num_tokens, prompt.prompt_digest, now + seconds, "", late_seconds
         )
         request = HeldRequest(push, engine, sources)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.execution import announce
-from kvferry.execution.announce import Announcer, PushedRequest
+from kvferry.execution.announce import Announcer, Announcement
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
@@ -21,7 +21,7 @@ from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.writer import Writer
 from kvferry.handoff.adapters import NO_ADAPTER, Adapter
 from kvferry.handoff.messages import PROTOCOL_VERSION, Answer, Directory, EndPoint, Handle, Noted, Question, RankEntry
-from kvferry.handoff.push.sender import BlockList, Prompt
+from kvferry.handoff.source import BlockList, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.server import Server
@@ -219,7 +219,7 @@ class ReceivingRank(Parts):
     ) -> None:
         blocks = [whole_blocks("full", [0] * len(ids), ids)]
         deadline = time.monotonic() + seconds
-        request = PushedRequest(job_id, transfer_id, len(ids) * BLOCK_SIZE, "prompt", deadline, adapter)
+        request = Announcement(job_id, transfer_id, len(ids) * BLOCK_SIZE, "prompt", deadline, adapter)
 
         def find() -> list[announce.SourceRank] | None:
             engine = self.engines.get(hold)

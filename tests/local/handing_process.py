@@ -6,7 +6,7 @@ directory and ends with its standard input.
 
 import sys
 
-from kvferry.handoff.push.sender import END
+from kvferry.handoff.source import END
 
 from .engines_in_process import PrefillEngine, filled_ranks
 from .engines_that_push import Batches, SendingEngine

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.handoff.push.sender import END, Sender
+from kvferry.handoff.source import END, SourceWrites
 from kvferry.transport.end_points import own_identity
 from kvferry.transport.faults import FaultPlan
 
@@ -26,7 +26,7 @@ def main(transport: str, boot_id: str) -> None:
     if boot_id:
         process = msgspec.structs.replace(process, boot_id=boot_id)
     slowly = FaultPlan(bytes_per_second=BYTES_PER_SECOND)
-    sender: Any = Sender
+    sender: Any = SourceWrites
     sender.revoke, sender.tick = (lambda *_: False), (lambda *_: None)
     engine = SendingEngine(1, slowly, Batches.CHUNKS, transport=transport, process=process)
     engine.compute(END, SOURCE_IDS)

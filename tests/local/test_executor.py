@@ -17,7 +17,7 @@ import pytest
 from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
 from kvferry.execution import executor as executor_module
-from kvferry.execution.announce import AwaitedPush
+from kvferry.execution.announce import AwaitedLoad
 from kvferry.execution.destinations import LOOK_SECONDS, Meeting
 from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
 from kvferry.execution.guard_words import GuardWords, Scratch
@@ -771,7 +771,7 @@ def test_results_that_nobody_collects_are_kept_up_to_a_bound_but_every_load_is_r
     def failed() -> NoReturn:
         raise ABORTED
 
-    assert (Write.is_for_log, Meeting.is_for_log, AwaitedPush.is_for_log) == (True, True, False)
+    assert (Write.is_for_log, Meeting.is_for_log, AwaitedLoad.is_for_log) == (True, True, False)
     for number in range(10):
         write = Read(f"write {number}", failed, FAR)
         write.is_for_log = True

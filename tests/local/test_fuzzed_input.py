@@ -17,7 +17,7 @@ from kvferry.errors import KVFerryError
 from kvferry.handoff import messages as protocol
 from kvferry.handoff.handshake import decode_shards
 from kvferry.handoff.messages import Answer, Directory, Noted, Question, Release
-from kvferry.handoff.push.sender import END, BlockList, Prompt
+from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.handoff.wire import bootstrap
 from kvferry.handoff.wire.client import ask
 from kvferry.handoff.wire.server import Server

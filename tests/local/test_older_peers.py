@@ -18,7 +18,7 @@ from kvferry.handoff.messages import (
     Handle,
     Question,
 )
-from kvferry.handoff.push.sender import END
+from kvferry.handoff.source import END
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.server import Server
@@ -161,7 +161,7 @@ class BreakingEngine(nine.PrefillEngine):
 
     def _push(self, announce: nine.Announce, destination: nine.Introduce) -> None:
         time.sleep(0.2)  # the announcement is answered first
-        report = nine.PushFailed(reason=self.reason, message="it failed.", key=announce.key, source_index=0)
+        report = nine.WriteFailed(reason=self.reason, message="it failed.", key=announce.key, source_index=0)
         nine.ask(destination.answers_at.port, report, None)
 
 
@@ -195,7 +195,7 @@ def test_this_version_does_not_push_a_prompt_of_an_adapter_to_version_9(
     sender.compute(END, [5, 1], adapter=Adapter("sql", ADAPTER))
     assert decode_of_9.has_report.wait(SECONDS)
     [report] = decode_of_9.reports
-    assert isinstance(report, nine.PushFailed)
+    assert isinstance(report, nine.WriteFailed)
     assert report.reason == Reason.ADAPTER_MISMATCH
     assert not rows(memory).any()
 

@@ -27,12 +27,12 @@ from kvferry.handoff.messages import (
     EndPoint,
     Introduce,
     Noted,
-    Pushed,
+    Written,
     Question,
     Release,
     Revoke,
 )
-from kvferry.handoff.push.sender import END, BlockList, Prompt
+from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.client import Exchange
 from kvferry.handoff.wire.server import Server
@@ -327,7 +327,7 @@ def test_messages_to_another_epoch_are_refused(engines: Pairs) -> None:
     sender.compute(END, [5, 1])
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
-    [pushed] = [question for question in asked[receiver] if isinstance(question, Pushed)]
+    [pushed] = [question for question in asked[receiver] if isinstance(question, Written)]
     to_source = [*asked[source], Revoke(source.epoch, pushed.key)]
     assert {type(question) for question in to_source} == {Introduce, Announce, Revoke}
     for question in to_source:

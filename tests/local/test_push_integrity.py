@@ -9,8 +9,8 @@ import pytest
 from kvferry.errors import Reason
 from kvferry.execution import announce, push_digests
 from kvferry.execution.source_engines import Compares
-from kvferry.handoff.messages import Announce, DigestTable, Pushed
-from kvferry.handoff.push.sender import END
+from kvferry.handoff.messages import Announce, DigestTable, Written
+from kvferry.handoff.source import END
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan import digest_cells
 from kvferry.plan.digest_cells import Integrity
@@ -44,16 +44,16 @@ class Damage:
 
     def __init__(self, patch: pytest.MonkeyPatch, receiver: ReceivingRank) -> None:
         self.flips: list[tuple[int, int, int]] = []
-        note = announce.AwaitedPush._note_pushed
+        note = announce.AwaitedLoad._note_pushed
 
-        def damage(push: Any, receiving: Any, event: Pushed) -> None:
+        def damage(push: Any, receiving: Any, event: Written) -> None:
             if event.source_index == self.of:
                 for row, column, bit in self.flips:
                     receiver.rank.cache[row, column] ^= np.uint8(1 << bit)
                 self.flips = []
             note(push, receiving, event)
 
-        patch.setattr(announce.AwaitedPush, "_note_pushed", damage)
+        patch.setattr(announce.AwaitedLoad, "_note_pushed", damage)
 
 
 @pytest.mark.parametrize("batches", Batches)
@@ -184,7 +184,7 @@ def test_a_destination_of_an_earlier_version_gets_no_digests(engines: Pairs) -> 
 
 def test_messages_of_an_earlier_version_lack_the_fields_and_are_read(engines: Pairs) -> None:
     asked: list[Announce] = []
-    reports: list[Pushed] = []
+    reports: list[Written] = []
     sender, [receiver] = engines.open()
     answers = [sender.ranks[0].writer, receiver.announcer]
     for writer, kept in zip(answers, (asked, reports), strict=True):
@@ -193,7 +193,7 @@ def test_messages_of_an_earlier_version_lack_the_fields_and_are_read(engines: Pa
     [result] = push(sender, [receiver])
     assert result.error is None
     [announced] = [each for each in asked if isinstance(each, Announce)]
-    [pushed] = [each for each in reports if isinstance(each, Pushed)]
+    [pushed] = [each for each in reports if isinstance(each, Written)]
     assert (announced.integrity, pushed.digests) == ("off", b"")
 
 
@@ -256,14 +256,14 @@ def test_other_jobs_go_on_between_two_sums(engines: Pairs, monkeypatch: pytest.M
     monkeypatch.setattr(push_digests, "MOST_BYTES", 1)
     sender, [receiver] = engines.open(kept=FULL, compares=Compares(FULL))
     turns = []
-    compare = announce.AwaitedPush._compare
+    compare = announce.AwaitedLoad._compare
 
     def counted(push: Any, receiving: Any) -> bool:
         moved = compare(push, receiving)
         turns.append(moved)
         return moved
 
-    monkeypatch.setattr(announce.AwaitedPush, "_compare", counted)
+    monkeypatch.setattr(announce.AwaitedLoad, "_compare", counted)
     [result] = push(sender, [receiver])
     assert result.error is None
     # 3 blocks of 4 tokens, 2 layers, 4 heads; and one turn that notices the end.
@@ -274,7 +274,7 @@ def test_a_push_that_ends_while_it_is_compared_gives_its_blocks_back(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, [receiver] = engines.open(kept=FULL, compares=Compares(FULL))
-    monkeypatch.setattr(announce.AwaitedPush, "_compare", lambda *_: False)
+    monkeypatch.setattr(announce.AwaitedLoad, "_compare", lambda *_: False)
     receiver.receive(sender.hold(), TARGET_IDS, seconds=0.5)
     sender.compute(END, SOURCE_IDS)
     error = receiver.result().error

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.push.part import Part, announced_blocks
-from kvferry.handoff.push.sender import END, BlockList, PushState, Sending
+from kvferry.handoff.part import Part, announced_blocks
+from kvferry.handoff.source import END, BlockList, WriteState, SourceWrite
 from kvferry.plan.layer_spans import Span, cut_layers, plan_spans
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
@@ -23,13 +23,13 @@ def pushed(plan: PairPlan, requests: Sequence[GroupBlocks], steps: Iterable[int]
     """Return the rows of a push whose prompt becomes final in these steps."""
     part = Part(plan, announced_blocks(plan, requests))
     held = {blocks.group: BlockList(blocks.source_first_token, blocks.source_ids.tolist()) for blocks in requests}
-    push, rows = Sending("x", part.needs, deadline=1.0), []
+    push, rows = SourceWrite("x", part.needs, deadline=1.0), []
     for final in (*steps, END):
         batch = push.take(dict.fromkeys(part.needs, final))
         if batch:
             rows += part.lower(batch, held).tolist()
             push.landed()
-    assert (push.state, push.error) == (PushState.OVER, None)
+    assert (push.state, push.error) == (WriteState.OVER, None)
     return rows
 
 
@@ -54,7 +54,7 @@ def test_spans_of_layers_write_what_one_transfer_does(layers_per_span: int, sour
             plans = plan_spans(plan, "full", cut_layers(LAYERS, layers_per_span))
             part = Part(plan, announced_blocks(plan, requests), {"full": plans})
             spans = [Span("full", span) for span in plans]
-            push, rows = Sending("x", part.needs, deadline=1.0), []
+            push, rows = SourceWrite("x", part.needs, deadline=1.0), []
             steps = [{span: 4} for span in spans] + [
                 dict.fromkeys(spans, 8),
                 {spans[-1]: END},
@@ -64,7 +64,7 @@ def test_spans_of_layers_write_what_one_transfer_does(layers_per_span: int, sour
                 if batch := push.take(final):
                     rows += part.lower(batch, {"full": BlockList(0, [5, 1, 4])}).tolist()
                     push.landed()
-            assert push.state is PushState.OVER
+            assert push.state is WriteState.OVER
             assert _bytes(rows) == _bytes(plan.lower(requests).tolist())
 
 
@@ -75,10 +75,10 @@ def test_a_span_that_a_stage_of_a_pipeline_does_not_hold_is_not_awaited() -> Non
     requests = [whole_blocks("full", [1], [3])]
     part = Part(plan, announced_blocks(plan, requests), {"full": plan_spans(plan, "full", {1: ("0",), 2: ("1",)})})
     assert list(part.needs) == [Span("full", 2)]
-    push = Sending("x", part.needs, 1.0)
+    push = SourceWrite("x", part.needs, 1.0)
     rows = part.lower(push.take({Span("full", 2): END}), {"full": BlockList(0, [1])})
     push.landed()
-    assert (push.state, rows.tolist()) == (PushState.OVER, plan.lower(requests).tolist())
+    assert (push.state, rows.tolist()) == (WriteState.OVER, plan.lower(requests).tolist())
 
 
 def test_all_spans_together_take_as_few_descriptors_as_the_whole() -> None:
@@ -87,7 +87,7 @@ def test_all_spans_together_take_as_few_descriptors_as_the_whole() -> None:
     plans = plan_spans(plan, "full", cut_layers(LAYERS, 1))
     part = Part(plan, announced_blocks(plan, requests), {"full": plans})
     rows = part.lower(
-        Sending("x", part.needs, 1.0).take(dict.fromkeys(part.needs, END)), {"full": BlockList(0, [1, 4])}
+        SourceWrite("x", part.needs, 1.0).take(dict.fromkeys(part.needs, END)), {"full": BlockList(0, [1, 4])}
     )
     assert rows.tolist() == plan.lower(requests).tolist()
 
@@ -107,7 +107,7 @@ def test_the_digest_names_what_is_to_be_written() -> None:
 def test_blocks_that_the_sender_no_longer_has_are_an_error() -> None:
     [plan] = Planner([Rank(0, 1).shard], Rank(0, 1).shard).plans(0)
     part = Part(plan, announced_blocks(plan, [whole_blocks("full", [0, 0], [1, 2])]))
-    push = Sending("x", part.needs, deadline=1.0)
+    push = SourceWrite("x", part.needs, deadline=1.0)
     batch = push.take({Span("full"): END})
     with pytest.raises(HandoffError) as refused:
         part.lower(batch, {"full": BlockList(BLOCK_SIZE, [4])})

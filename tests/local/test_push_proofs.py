@@ -19,8 +19,8 @@ import pytest
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.peers import Peers
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import Announce, Handle, Noted, Pushed, PushFailed, PushKey, Question, Release
-from kvferry.handoff.push.sender import END
+from kvferry.handoff.messages import Announce, Handle, Noted, Written, WriteFailed, WriteKey, Question, Release
+from kvferry.handoff.source import END
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.client import ask
 from kvferry.layout.shard import Region
@@ -110,20 +110,20 @@ def test_a_strangers_report_does_not_give_blocks_back_that_the_sender_still_writ
     receiver.receive(sender.hold(), [0, 3])
     wait_until(lambda: is_introduced(sender))
     with pytest.raises(HandoffError, match="this rank is") as refused:
-        report(receiver, PushKey("?", 0, 1), kind)
+        report(receiver, WriteKey("?", 0, 1), kind)
     found = re.search(r"this rank is (\S+) in epoch (\d+)", refused.value.message)
     assert found is not None
     for number in range(100):
-        report(receiver, PushKey(found[1], int(found[2]), number), kind)
+        report(receiver, WriteKey(found[1], int(found[2]), number), kind)
     assert receiver.is_waiting()
     sender.compute(END, [5, 1])
     assert receiver.result().error is None
     check_arrived(sender, [receiver], [5, 1], [0, 3])
 
 
-def report(receiver: ReceivingRank, key: PushKey, kind: str) -> None:
-    failed = PushFailed("aborted", "it is given up.", key=key, source_index=0)
-    landed = Pushed(key, 0, "of another part", 0, 0, "cma", 0.0)
+def report(receiver: ReceivingRank, key: WriteKey, kind: str) -> None:
+    failed = WriteFailed("aborted", "it is given up.", key=key, source_index=0)
+    landed = Written(key, 0, "of another part", 0, 0, "cma", 0.0)
     ask(HOST, receiver.answers_at.port, failed if kind == "failed" else landed, SECONDS)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution import announce, introductions
-from kvferry.execution.announce import Announcer, AwaitedPush, PushedRequest, SourceRank
+from kvferry.execution.announce import Announcer, AwaitedLoad, Announcement, SourceRank
 from kvferry.execution.device import HOST, DeviceOrder
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase
@@ -24,7 +24,7 @@ from kvferry.handoff.messages import (
     Introduce,
     Met,
     Noted,
-    PushFailed,
+    WriteFailed,
     Question,
     Refusal,
     Revoke,
@@ -77,11 +77,11 @@ class Sources:
             for index, process in enumerate(processes)
         ]
 
-    def push(self, seconds: float = 1000.0) -> AwaitedPush:
-        request = PushedRequest("r", "x", 4, "prompt", time.monotonic() + seconds)
+    def push(self, seconds: float = 1000.0) -> AwaitedLoad:
+        request = Announcement("r", "x", 4, "prompt", time.monotonic() + seconds)
         return self.announcer.push(request, lambda: self.ranks)
 
-    def announced(self) -> AwaitedPush:
+    def announced(self) -> AwaitedLoad:
         """Return a push that all sources know."""
         push = self.push()
         self.advance(push)
@@ -92,7 +92,7 @@ class Sources:
         assert not self.advance(push)
         return push
 
-    def advance(self, push: AwaitedPush) -> bool:
+    def advance(self, push: AwaitedLoad) -> bool:
         return push.advance(SCRATCH, time.monotonic()) and push.advance(SCRATCH, time.monotonic())
 
     def asked(self, kind: type[Question]) -> list[tuple[str, int, Any]]:
@@ -253,10 +253,10 @@ def test_what_was_said_before_a_fence_does_not_count_behind_it() -> None:
 # Writes that failed.
 
 
-def failed_write(sources: Sources, push: AwaitedPush, may_land: str, index: int = 0, reason: Reason = GONE) -> None:
+def failed_write(sources: Sources, push: AwaitedLoad, may_land: str, index: int = 0, reason: Reason = GONE) -> None:
     """Let a source report that it gave the push up."""
     error = HandoffError(reason, "the connection is lost.")
-    report = PushFailed.of(error, key=push._key, source_index=index, may_land=may_land)
+    report = WriteFailed.of(error, key=push._key, source_index=index, may_land=may_land)
     sources.announcer.answer(report)
 
 
@@ -415,7 +415,7 @@ def test_nothing_is_kept_of_a_push_that_is_over(end: str) -> None:
         sources.answer(Revoke, Revoked(40, is_quiet=True))
         sources.advance(push)
     elif end == "no source is found":
-        push = sources.announcer.push(PushedRequest("r", "x", 4, "prompt", 0.0), lambda: None)
+        push = sources.announcer.push(Announcement("r", "x", 4, "prompt", 0.0), lambda: None)
         sources.advance(push)
     else:
         push = sources.push()
@@ -427,7 +427,7 @@ def test_nothing_is_kept_of_a_push_that_is_over(end: str) -> None:
 
 def test_a_push_whose_sources_do_not_become_known_ends_at_its_deadline() -> None:
     sources = Sources()
-    push = sources.announcer.push(PushedRequest("r", "x", 4, "prompt", time.monotonic() + 100.0), lambda: None)
+    push = sources.announcer.push(Announcement("r", "x", 4, "prompt", time.monotonic() + 100.0), lambda: None)
     assert not push.advance(SCRATCH, time.monotonic())
     assert push.advance(SCRATCH, time.monotonic() + 100.0)
     assert push.phase is Phase.DONE

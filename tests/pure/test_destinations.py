@@ -14,7 +14,7 @@ from kvferry.execution.device import HOST
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase
 from kvferry.execution.own_rank import OwnRank
-from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint, Identity, Introduce, Met, PushKey
+from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint, Identity, Introduce, Met, WriteKey
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard, encode_shard
@@ -23,7 +23,7 @@ from kvferry.plan.digest_cells import Integrity
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
 EPOCH = 40
 WHERE = EndPoint("127.0.0.1", 1, 7)
-KEY = PushKey("d/0", 7, 1)
+KEY = WriteKey("d/0", 7, 1)
 SCRATCH = Scratch(num_words=4)
 UNREACHABLE = TransportError(Reason.PEER_UNREACHABLE, "no way there.")
 

@@ -33,9 +33,9 @@ from kvferry.handoff.messages import (
     Introduce,
     Met,
     Noted,
-    Pushed,
-    PushFailed,
-    PushKey,
+    Written,
+    WriteFailed,
+    WriteKey,
     Question,
     RankEntry,
     Refusal,
@@ -84,7 +84,7 @@ ranks = st.builds(
     st.none() | processes,
     held_end_point=st.none() | places,
 )
-push_keys = st.builds(PushKey, identifiers, unsigned, unsigned)
+push_keys = st.builds(WriteKey, identifiers, unsigned, unsigned)
 announced = st.builds(AnnouncedBlocks, identifiers, *[unsigned] * 3, st.lists(unsigned, max_size=4).map(tuple))
 questions = st.one_of(
     st.builds(DirectoryRequest, unsigned, identifiers, unsigned),
@@ -121,7 +121,7 @@ questions = st.one_of(
     st.builds(Reopened, st.binary(max_size=64), unsigned, unsigned, end_points),
     st.builds(Revoke, unsigned, push_keys),
     st.builds(
-        Pushed,
+        Written,
         push_keys,
         unsigned,
         identifiers,
@@ -132,7 +132,7 @@ questions = st.one_of(
         st.binary(max_size=50),
     ),
     st.builds(
-        PushFailed,
+        WriteFailed,
         identifiers,
         st.text(st.characters(codec="utf-8"), max_size=50),
         key=push_keys,
@@ -189,7 +189,7 @@ def test_an_announcement_of_the_most_blocks_is_within_a_questions_bound() -> Non
     longest, name = (1 << 63) - 1, "\N{GRINNING FACE}" * MAX_IDENTIFIER_LENGTH
     share = MAX_ANNOUNCED_BLOCKS // MAX_ANNOUNCED_GROUPS
     blocks = AnnouncedBlocks(name, longest, longest, longest, (longest,) * share)
-    key = PushKey(name, longest, longest)
+    key = WriteKey(name, longest, longest)
     announcement = Announce(longest, key, longest, name, longest, name, (blocks,) * MAX_ANNOUNCED_GROUPS, name, 1.0)
     assert len(encode(announcement)) <= MAX_QUESTION_BYTES
     assert decode_question(encode(announcement)) == announcement
@@ -304,7 +304,7 @@ def test_a_field_beyond_its_bound_is_refused(data: bytes) -> None:
 def test_the_digest_of_an_adapter_is_one_or_empty(adapter: str, is_one: bool) -> None:
     """It goes into log lines; ``kv_transfer_params`` have it with the same bounds."""
     blocks = AnnouncedBlocks("full", 0, 0, 16, (1,))
-    asked = Announce(1, PushKey("d", 1, 1), 0, "x", 16, "digest", (blocks,), "plan", 1.0, adapter=adapter)
+    asked = Announce(1, WriteKey("d", 1, 1), 0, "x", 16, "digest", (blocks,), "plan", 1.0, adapter=adapter)
     assert decode_or_refuse(encode(asked)) == ([asked] if is_one else [])
 
 
@@ -352,9 +352,9 @@ def test_the_longest_error_still_reaches_its_peer() -> None:
     """A peer refuses a text beyond its bound, so that a push would fail at its deadline only."""
     error = HandoffError(Reason.ABORTED, "m" * (MAX_TEXT_LENGTH + 1), "r" * (MAX_TEXT_LENGTH + 1))
     refusal = decode_answer(encode(Refusal.of(error)))
-    failed = decode_question(encode(PushFailed.of(error, key=PushKey("d/0", 7, 1), source_index=0)))
+    failed = decode_question(encode(WriteFailed.of(error, key=WriteKey("d/0", 7, 1), source_index=0)))
     for told in (refusal, failed):
-        assert isinstance(told, Refusal | PushFailed)
+        assert isinstance(told, Refusal | WriteFailed)
         found = told.error()
         assert found.reason is Reason.ABORTED
         assert (found.message, found.remedy) == (error.message[:-1], error.remedy[:-1])

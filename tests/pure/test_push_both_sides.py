@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push.receiver import Receiving, Step
-from kvferry.handoff.push.sender import END, Cut, Need, Outcome, Prompt, PushRequest, Sender
+from kvferry.handoff.messages import WriteKey
+from kvferry.handoff.destination import DestinationLoad, Step
+from kvferry.handoff.source import END, Cut, Need, Outcome, Prompt, WriteRequest, SourceWrites
 from kvferry.plan.layer_spans import Span
 
 SPANS = {Span("full"): Need(1, 7, 2), Span("window"): Need(4, 7, 2), Span("state"): Need(0, 1, 9)}
@@ -39,7 +39,7 @@ class Place(Enum):
 class Write(msgspec.Struct):
     """A batch on its way: tokens still to be written, to one registration of the receiver's memory."""
 
-    key: PushKey
+    key: WriteKey
     transfer_id: str
     registration: int
     tokens: list[tuple[Span, int]]
@@ -50,10 +50,10 @@ class Source:
 
     def __init__(self, epoch: int, place: Place) -> None:
         self.epoch, self.place = epoch, place
-        self.side = Sender()
+        self.side = SourceWrites()
         self.memory: dict[str, dict[tuple[Span, int], tuple[str, int]]] = {}
         self.writes: list[Write] = []
-        self.keys: dict[PushKey, tuple[str, int]] = {}
+        self.keys: dict[WriteKey, tuple[str, int]] = {}
         self.introduced: dict[int, int] = {}
 
 
@@ -68,9 +68,9 @@ class Sent(msgspec.Struct):
 class Target(msgspec.Struct):
     """A push as the receiver holds it: its blocks, and whether its engine uses them again."""
 
-    receiving: Receiving
+    receiving: DestinationLoad
     transfer_id: str
-    key: PushKey
+    key: WriteKey
     told_epoch: list[int]
     registration: dict[int, int]
     unanswered: set[int]
@@ -90,7 +90,7 @@ class BothSides:
         self.sources = [Source(self.epoch, self.random.choice(list(Place))) for _ in range(NUM_SOURCES)]
         self.sent: list[Sent] = []
         self.final: dict[str, int] = {}
-        self.targets: dict[PushKey, Target] = {}
+        self.targets: dict[WriteKey, Target] = {}
         self.network: list[Callable[[], None]] = []
         self.num_transfers = self.num_pushes = self.num_commits = self.num_failures = 0
         self.num_fences = self.num_broken = self.num_waited = 0
@@ -283,8 +283,8 @@ class BothSides:
             return
         transfer_id = f"x{self.random.randrange(max(0, self.num_transfers - 4), self.num_transfers + 1)}"
         self.num_pushes += 1
-        key = PushKey("d", self.random.choice(list(self.registrations)), self.num_pushes)
-        receiving = Receiving("r", dict.fromkeys(range(NUM_SOURCES), "digest"), self.now + SECONDS, FENCE_SECONDS)
+        key = WriteKey("d", self.random.choice(list(self.registrations)), self.num_pushes)
+        receiving = DestinationLoad("r", dict.fromkeys(range(NUM_SOURCES), "digest"), self.now + SECONDS, FENCE_SECONDS)
         blocks: dict[int, dict[tuple[Span, int], tuple[str, int]]] = {rank: {} for rank in range(NUM_SOURCES)}
         epochs = [source.epoch for source in self.sources]
         self.targets[key] = Target(receiving, transfer_id, key, epochs, {}, set(range(NUM_SOURCES)), blocks)
@@ -430,7 +430,7 @@ class BothSides:
             source.side.refuse(target.key, error)
             self.network.append(partial(self.arrive_refusal, target, rank, error))
             return
-        push_request = PushRequest(target.key, target.transfer_id, NUM_TOKENS, "p", SPANS, self.now + SECONDS)
+        push_request = WriteRequest(target.key, target.transfer_id, NUM_TOKENS, "p", SPANS, self.now + SECONDS)
         try:
             source.side.announce(push_request, self.now)
         except KVFerryError as error:
@@ -453,7 +453,7 @@ class BothSides:
     def arrive_refusal(self, target: Target, rank: int, error: KVFerryError) -> None:
         target.receiving.fail(error)
 
-    def arrive_report(self, rank: int, key: PushKey, over: Outcome) -> None:
+    def arrive_report(self, rank: int, key: WriteKey, over: Outcome) -> None:
         target = self.targets.get(key)
         if target is None:
             return

@@ -22,11 +22,11 @@ from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution import push_digests
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.push_digests import PushDigests, PushedCells, WrittenDigests
+from kvferry.execution.push_digests import PartDigests, PartCells, WrittenDigests
 from kvferry.execution.write import MAX_PAGE_WRITES, Write
-from kvferry.handoff.messages import AnnouncedBlocks, PushKey
-from kvferry.handoff.push.part import Part, announced_blocks
-from kvferry.handoff.push.sender import END, BlockList, Prompt, PushRequest, PushState, Sender, Sending
+from kvferry.handoff.messages import AnnouncedBlocks, WriteKey
+from kvferry.handoff.part import Part, announced_blocks
+from kvferry.handoff.source import END, BlockList, Prompt, WriteRequest, WriteState, SourceWrites, SourceWrite
 from kvferry.layout.dense import Content
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import Shard
@@ -45,14 +45,14 @@ from .test_plan_properties import in_memory
 
 CASES = int(os.environ.get("KVFERRY_CASES", "70"))
 FULL, SAMPLE = Integrity.FULL, Integrity.SAMPLE
-KEY = PushKey("d/0", 7, 1)
+KEY = WriteKey("d/0", 7, 1)
 
 
 @functools.lru_cache(maxsize=16)
-def cells_of(plan: PairPlan, wanted: Integrity, *, at_source: bool, is_sliced: bool | None = None) -> PushedCells:
+def cells_of(plan: PairPlan, wanted: Integrity, *, at_source: bool, is_sliced: bool | None = None) -> PartCells:
     """Return the cells of a plan, made once, as ranks do: those of a sample are slices."""
     sliced = wanted is SAMPLE if is_sliced is None else is_sliced
-    return PushedCells(plan, wanted, at_source=at_source, is_sliced=sliced)
+    return PartCells(plan, wanted, at_source=at_source, is_sliced=sliced)
 
 
 @functools.lru_cache(maxsize=16)
@@ -60,7 +60,7 @@ def plans_of(sources: tuple[Shard, ...], destination: Shard, selector: int) -> t
     return Planner(sources, destination).plans(selector)
 
 
-class Pushed:
+class Landed:
     """One push between two ranks that has landed, with the source's digests."""
 
     def __init__(
@@ -71,13 +71,13 @@ class Pushed:
         arena: Arena,
         steps: Sequence[int] = (),
         layers_per_span: int = 0,
-        key: PushKey = KEY,
+        key: WriteKey = KEY,
         is_sliced: bool | None = None,
     ) -> None:
         part = Part(plan, announced_blocks(plan, requests))
         ours, others = (cells_of(plan, wanted, at_source=at, is_sliced=is_sliced) for at in (True, False))
-        self._landed = PushDigests(others, part.announced, key)
-        self.written = WrittenDigests(PushDigests(ours, part.announced, key))
+        self._landed = PartDigests(others, part.announced, key)
+        self.written = WrittenDigests(PartDigests(ours, part.announced, key))
         if layers_per_span:
             # The order of computation is the source's; spans need not be the destination's.
             layers = {name: sorted(group.source_group.layers) for name, group in plan.groups.items()}
@@ -85,7 +85,7 @@ class Pushed:
             spans = LayerSpans({name: layers[name] for name in layers.keys() - states}, layers_per_span)
             part = part.in_spans(spans.plans(plan))
         held = {blocks.group: BlockList(blocks.source_first_token, blocks.source_ids.tolist()) for blocks in requests}
-        push = Sending("x", part.needs, deadline=1.0)
+        push = SourceWrite("x", part.needs, deadline=1.0)
         for number, final in enumerate((*steps, END)):
             # Every second step is behind with its last spans.
             spans_done = [*part.needs][: -1 if number % 2 == 0 and final != END else None]
@@ -97,7 +97,7 @@ class Pushed:
                 assert not self.written.changed_pages()
                 if push.landed():
                     self.written.landed()
-        assert push.state is PushState.OVER
+        assert push.state is WriteState.OVER
 
     def compare(self) -> int:
         return sum(self._landed.compare(self.written.encoded()))
@@ -105,9 +105,9 @@ class Pushed:
 
 def pushes(
     move: Move, destination: Shard, wanted: Integrity, arena: Arena, selector: int = 0, **more: Any
-) -> list[Pushed]:
+) -> list[Written]:
     asked = move.of(destination)
-    return [Pushed(plan, asked, wanted, arena, **more) for plan in plans_of(move.sources, destination, selector)]
+    return [Landed(plan, asked, wanted, arena, **more) for plan in plans_of(move.sources, destination, selector)]
 
 
 def begins_like_an_engine(move: Move) -> bool:
@@ -161,7 +161,7 @@ def check_pushes(move: Move, selector: int, seed: int, steps: list[int], layers_
             rank.restore(before)
 
 
-def mismatch(pushed: Pushed) -> HandoffError | None:
+def mismatch(pushed: Written) -> HandoffError | None:
     try:
         pushed.compare()
     except HandoffError as error:
@@ -247,7 +247,7 @@ def test_a_sample_finds_a_flipped_bit_with_its_odds_and_a_wrong_block_always(
     (rank,) = pair.destinations
     found = wrong_blocks = 0
     for number in range(400):
-        [pushed] = pushes(pair.move, rank.shard, SAMPLE, pair.arena, key=PushKey("d/0", 7, number))
+        [pushed] = pushes(pair.move, rank.shard, SAMPLE, pair.arena, key=WriteKey("d/0", 7, number))
         before = rank.snapshot()
         flip(rank, pair.request, number)
         found += mismatch(pushed) is not None
@@ -268,7 +268,7 @@ def test_a_sample_draws_each_cell_as_often_as_any_other() -> None:
     cells = cells_of(plan, SAMPLE, at_source=True)
     announced = announced_blocks(plan, [pair.request])
     draws = [
-        PushDigests(cells, announced, PushKey("d/0", epoch, number))._groups["full"]._draw(np.arange(7))
+        PartDigests(cells, announced, WriteKey("d/0", epoch, number))._groups["full"]._draw(np.arange(7))
         for epoch in (1, 1 << 52)
         for number in range(400)
     ]
@@ -297,9 +297,9 @@ def test_a_batch_of_layers_that_lie_apart_has_the_digests_of_no_layer_between() 
     held = {"full": BlockList(0, pair.request.source_ids.tolist())}
     first, between, last = part.needs
     for number in range(20):
-        key = PushKey("d/0", 7, number)
-        written = WrittenDigests(PushDigests(cells_of(plan, SAMPLE, at_source=True), part.announced, key))
-        push = Sending("x", part.needs, deadline=1.0)
+        key = WriteKey("d/0", 7, number)
+        written = WrittenDigests(PartDigests(cells_of(plan, SAMPLE, at_source=True), part.announced, key))
+        push = SourceWrite("x", part.needs, deadline=1.0)
         for spans in ((first, last), (between,)):
             batch = push.take(dict.fromkeys(spans, END))
             written.begin(part.cuts(batch, held))
@@ -312,7 +312,7 @@ def test_a_batch_of_layers_that_lie_apart_has_the_digests_of_no_layer_between() 
                 break
             for name in ("k", "v"):
                 pair.sources[0].views["full", name, "1"] ^= 1
-        landed = PushDigests(cells_of(plan, SAMPLE, at_source=False), part.announced, key)
+        landed = PartDigests(cells_of(plan, SAMPLE, at_source=False), part.announced, key)
         assert sum(landed.compare(written.encoded()))
 
 
@@ -337,8 +337,8 @@ def test_a_packed_page_that_changes_while_it_is_written_is_noticed() -> None:
     part = Part(plan, announced_blocks(plan, [pair.request]))
     held = {"full": BlockList(0, pair.request.source_ids.tolist())}
     for wanted in (FULL, SAMPLE):
-        written = WrittenDigests(PushDigests(cells_of(plan, wanted, at_source=True), part.announced, KEY))
-        batch = Sending("x", part.needs, 1.0).take(dict.fromkeys(part.needs, END))
+        written = WrittenDigests(PartDigests(cells_of(plan, wanted, at_source=True), part.announced, KEY))
+        batch = SourceWrite("x", part.needs, 1.0).take(dict.fromkeys(part.needs, END))
         for position, changes in ((3, True), (2, False)):
             written.begin(part.cuts(batch, held))
             source = pair.sources[0].views["full", "kv", "0"]
@@ -369,7 +369,7 @@ def test_full_is_refused_where_blocks_begin_inside_a_cell() -> None:
     [plan] = Planner(pair.move.sources, pair.destinations[0].shard).plans(0)
     announced = AnnouncedBlocks("full", 48, 100, 40, (1, 2, 3))
     with pytest.raises(PlanError) as caught:
-        PushDigests(cells_of(plan, FULL, at_source=True), [announced], KEY)
+        PartDigests(cells_of(plan, FULL, at_source=True), [announced], KEY)
     assert "loads from token 48 on" in caught.value.message
 
 
@@ -389,7 +389,7 @@ def test_what_a_peer_announces_costs_no_memory_before_the_prompt_is_there() -> N
     [plan] = Planner(pair.move.sources, pair.destinations[0].shard).plans(0)
     announced = AnnouncedBlocks("full", 0, (1 << 63) - 16, 0, (1, 2, 3))
     for wanted in (SAMPLE, FULL):
-        digests = PushDigests(cells_of(plan, wanted, at_source=True), [announced], KEY)
+        digests = PartDigests(cells_of(plan, wanted, at_source=True), [announced], KEY)
         assert digests.num_words <= push_digests.MAX_WORDS
     message = msgspec.msgpack.encode(WrittenDigests(digests).encoded())
     assert len(message) <= push_digests.MAX_WORDS * 8 + 5
@@ -418,21 +418,21 @@ class PageChanges:
 
 
 @contextmanager
-def a_push_of_packed_pages(wanted: Integrity, num_changes: int) -> Iterator[tuple[Write, PageChanges, PushDigests]]:
+def a_push_of_packed_pages(wanted: Integrity, num_changes: int) -> Iterator[tuple[Write, PageChanges, PartDigests]]:
     """Yield a push of 4 pages, of which the prompt fills 3, its transport, and the digests of its destination."""
     pair = packed_pair()
     [plan, *_] = plans_of(pair.move.sources, pair.destinations[0].shard, 0)
     part = Part(plan, announced_blocks(plan, [pair.request]))
-    written = WrittenDigests(PushDigests(cells_of(plan, wanted, at_source=True), part.announced, KEY))
-    landed = PushDigests(cells_of(plan, wanted, at_source=False), part.announced, KEY)
+    written = WrittenDigests(PartDigests(cells_of(plan, wanted, at_source=True), part.announced, KEY))
+    landed = PartDigests(cells_of(plan, wanted, at_source=False), part.announced, KEY)
     transports = open_transports("memcpy")
     regions = [region for rank in (*pair.sources, *pair.destinations) for region in rank.shard.regions]
     link = transports.connect(transports.register(regions)).poll()
     assert link is not None
     page = [view[int(pair.request.source_ids[-1])] for view in pair.sources[0].views.values()]
     changes = PageChanges(link, page[0], num_changes)
-    sender = Sender()
-    sender.announce(PushRequest(KEY, "x", 100, "prompt", part.needs, deadline=time.monotonic() + 60), now=0.0)
+    sender = SourceWrites()
+    sender.announce(WriteRequest(KEY, "x", 100, "prompt", part.needs, deadline=time.monotonic() + 60), now=0.0)
     blocks = {"full": BlockList(0, pair.request.source_ids.tolist())}
     sender.compute("x", Prompt(100, "prompt", blocks, END))
     yield Write(sender, threading.Lock(), KEY, part, changes.link, lambda *_: None, digests=written), changes, landed

@@ -5,17 +5,17 @@ import json
 import pytest
 
 from kvferry.execution import write
-from kvferry.execution.write import PushEvents
-from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push.sender import Cut, PushRequest
+from kvferry.execution.write import WriteEvents
+from kvferry.handoff.messages import WriteKey
+from kvferry.handoff.source import Cut, WriteRequest
 from kvferry.plan.layer_spans import Span
 
-REQUEST = PushRequest(PushKey("d/0", 7, 1), "x", 40, "p", {}, deadline=1e9)
+REQUEST = WriteRequest(WriteKey("d/0", 7, 1), "x", 40, "p", {}, deadline=1e9)
 GROUP, SPAN = Span("0"), Span("0", 2)
 
 
 def test_a_batch_that_failed_has_not_landed() -> None:
-    events = PushEvents(REQUEST, {SPAN: ("b", "c")})
+    events = WriteEvents(REQUEST, {SPAN: ("b", "c")})
     events.posted((Cut(GROUP, 0, 16),), 3, 100, 1.0)
     events.landed(1.5)
     events.posted((Cut(SPAN, 16, 32),), 2, 50, 2.0)
@@ -33,7 +33,7 @@ def test_a_batch_that_failed_has_not_landed() -> None:
 
 def test_the_lists_of_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "MAX_BATCHES", 3)
-    events = PushEvents(REQUEST, {})
+    events = WriteEvents(REQUEST, {})
     for number in range(9):
         events.posted((Cut(GROUP, 0, 16),), 1, 100, 2.0 + number)
         events.landed(2.5 + number)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push.part import Part, announced_blocks
-from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push.sender import END, BlockList, Prompt, PushRequest, PushState, Sender, Sending
+from kvferry.handoff.messages import WriteKey
+from kvferry.handoff.part import Part, announced_blocks
+from kvferry.handoff.destination import DestinationLoad
+from kvferry.handoff.source import END, BlockList, Prompt, WriteRequest, WriteState, SourceWrites, SourceWrite
 from kvferry.layout.group import TokenShare
 from kvferry.plan.layer_spans import Span, cut_layers, plan_spans
 from kvferry.plan.match import selector_of
@@ -19,7 +19,7 @@ from kvferry.plan.request import GroupBlocks
 
 from .arrangements import FULL, STATE, ask, attention, hybrid
 
-KEY = PushKey("d", 1, 1)
+KEY = WriteKey("d", 1, 1)
 
 
 def part_of(plan: PairPlan, requests: Sequence[GroupBlocks], layers_per_span: int = 0) -> Part:
@@ -32,7 +32,7 @@ def part_of(plan: PairPlan, requests: Sequence[GroupBlocks], layers_per_span: in
 def pushed(part: Part, requests: Sequence[GroupBlocks], steps: Sequence[int]) -> np.ndarray:
     """Return the rows of a push whose prompt becomes final in these steps, each span after the other in each."""
     held = {blocks.group: BlockList(blocks.source_first_token, blocks.source_ids.tolist()) for blocks in requests}
-    push = Sending("x", part.needs, deadline=1.0)
+    push = SourceWrite("x", part.needs, deadline=1.0)
     final, rows = dict.fromkeys(part.needs, 0), [np.empty((0, 3), dtype=np.uint64)]
     for step in steps:
         for span in sorted(part.needs):
@@ -40,16 +40,16 @@ def pushed(part: Part, requests: Sequence[GroupBlocks], steps: Sequence[int]) ->
             if batch := push.take(final):
                 rows.append(part.lower(batch, held))
                 push.landed()
-    assert (push.state, push.error) == (PushState.OVER, None)
+    assert (push.state, push.error) == (WriteState.OVER, None)
     return np.concatenate(rows)
 
 
 def test_a_failure_is_terminal_and_the_receiver_does_not_wait_for_ever() -> None:
-    side, receiving = Sender(), Receiving("r", {0: "a", 1: "b"}, deadline=1e9)
+    side, receiving = SourceWrites(), DestinationLoad("r", {0: "a", 1: "b"}, deadline=1e9)
     for source in (0, 1):
         receiving.announcing(source)
     part = part_of(Planner([attention(0, 1, ["0"])], attention(0, 1, ["0"])).plans(0)[0], [FULL])
-    side.announce(PushRequest(KEY, "x", 10, "p", part.needs, deadline=1e9), now=0.0)
+    side.announce(WriteRequest(KEY, "x", 10, "p", part.needs, deadline=1e9), now=0.0)
     side.compute("x", Prompt(10, "p", {}, num_final=END))
     assert side.take(KEY)
     side.stopped(KEY, HandoffError(Reason.TRANSFER_FAILED, "one write failed"))
@@ -79,7 +79,7 @@ def test_senders_are_expected_by_the_plan_with_context_parallelism_and_a_prefix_
     lists = [(plan.source, pushed(parts[plan.assignment.source_index], [request], (5, END))) for plan in plans]
     verify_destination(lists, target, [request])
     assert (len(lists[1][1]) == 0) == (first_token == 8)
-    receiving = Receiving("r", {index: part.digest for index, part in parts.items()}, deadline=1.0)
+    receiving = DestinationLoad("r", {index: part.digest for index, part in parts.items()}, deadline=1.0)
     for index in parts:
         receiving.announcing(index)
     receiving.done(0, parts[0].digest)
@@ -90,9 +90,9 @@ def test_senders_are_expected_by_the_plan_with_context_parallelism_and_a_prefix_
 
 def test_blocks_that_are_freed_while_they_are_sent_do_not_count() -> None:
     """The engine holds references until the transfer ends; where they end early, what was read then is void."""
-    side = Sender()
+    side = SourceWrites()
     part = part_of(Planner([attention(0, 1, ["0"])], attention(0, 1, ["0"])).plans(0)[0], [FULL])
-    side.announce(PushRequest(KEY, "x", 10, "p", part.needs, deadline=1e9), now=0.0)
+    side.announce(WriteRequest(KEY, "x", 10, "p", part.needs, deadline=1e9), now=0.0)
     side.compute("x", Prompt(10, "p", {}, num_final=END))
     assert side.take(KEY)
     side.end("x", HandoffError(Reason.LEASE_EXPIRED, "nobody took it"))
@@ -131,10 +131,10 @@ def test_states_of_all_ranks_are_awaited(source_tp: int, target_tp: int, layers_
         lists = [(plan.source, pushed(part, requests, (3, 4, 9, END))) for plan, part in zip(plans, parts, strict=True)]
         verify_destination(lists, target, requests)
         for part in parts:
-            push = Sending("x", part.needs, deadline=1.0)
+            push = SourceWrite("x", part.needs, deadline=1.0)
             push.take(dict.fromkeys(part.needs, 10))
             push.landed()
-            assert (push.state is PushState.OPEN) == (Span("state") in part.needs)
+            assert (push.state is WriteState.OPEN) == (Span("state") in part.needs)
         assert any(Span("state") in part.needs for part in parts)
 
 
@@ -143,6 +143,6 @@ def test_sglang_23515_a_short_prompt_takes_as_few_descriptors_as_one_transfer() 
     layers = ["0", "2", "4"]
     [plan] = Planner([attention(0, 1, layers)], attention(0, 1, layers, base_address=1 << 20)).plans(0)
     part = part_of(plan, [FULL], layers_per_span=1)
-    batch = Sending("x", part.needs, 1.0).take(dict.fromkeys(part.needs, END))
+    batch = SourceWrite("x", part.needs, 1.0).take(dict.fromkeys(part.needs, END))
     rows = part.lower(batch, {"full": BlockList(0, FULL.source_ids.tolist())})
     assert rows.tolist() == plan.lower([FULL]).tolist()

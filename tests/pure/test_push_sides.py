@@ -5,24 +5,24 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.adapters import Adapter
-from kvferry.handoff.messages import PushKey
+from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.push import sender
-from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push.sender import END, Cut, Need, Prompt, PushRequest, PushState, Sender, Sending
+from kvferry.handoff.destination import DestinationLoad
+from kvferry.handoff.source import END, Cut, Need, Prompt, WriteRequest, WriteState, SourceWrites, SourceWrite
 from kvferry.plan.layer_spans import Span
 
 FULL, STATE = Span("full"), Span("state")
-KEY = PushKey("d", 1, 1)
+KEY = WriteKey("d", 1, 1)
 NOW = 0.0
 GAVE_UP = HandoffError(Reason.TRANSFER_FAILED, "a write failed.")
 
 
-def sending(**needs: Need) -> Sending:
-    return Sending("x", {Span(group): need for group, need in needs.items()}, deadline=30.0)
+def sending(**needs: Need) -> SourceWrite:
+    return SourceWrite("x", {Span(group): need for group, need in needs.items()}, deadline=30.0)
 
 
-def asked(key: PushKey = KEY, transfer_id: str = "x", digest: str = "p") -> PushRequest:
-    return PushRequest(key, transfer_id, 40, digest, {FULL: Need(0, 40, 16)}, deadline=30.0)
+def asked(key: WriteKey = KEY, transfer_id: str = "x", digest: str = "p") -> WriteRequest:
+    return WriteRequest(key, transfer_id, 40, digest, {FULL: Need(0, 40, 16)}, deadline=30.0)
 
 
 def prompt(num_final: int, digest: str = "p") -> Prompt:
@@ -52,10 +52,10 @@ def test_a_state_goes_only_when_the_prompt_has_ended() -> None:
     push = sending(full=Need(0, 16, 16), state=Need(0, 1, 1 << 40))
     assert push.take({FULL: 16, STATE: 16}) == (Cut(FULL, 0, 16),)
     push.landed()
-    assert push.state is PushState.OPEN
+    assert push.state is WriteState.OPEN
     assert push.take({FULL: END, STATE: END}) == (Cut(STATE, 0, 1),)
     push.landed()
-    assert (push.state, push.error) == (PushState.OVER, None)
+    assert (push.state, push.error) == (WriteState.OVER, None)
 
 
 def test_blocks_in_flight_at_a_preemption_are_sent_again() -> None:
@@ -70,9 +70,9 @@ def test_a_failed_push_ends_only_after_its_last_running_write() -> None:
     push = sending(full=Need(0, 32, 16))
     push.take({FULL: 16})
     push.fail(GAVE_UP)
-    assert push.state is PushState.STOPPING
+    assert push.state is WriteState.STOPPING
     push.stopped(None)
-    assert (push.state, str(push.error)) == (PushState.OVER, str(GAVE_UP))
+    assert (push.state, str(push.error)) == (WriteState.OVER, str(GAVE_UP))
 
 
 def test_failure_after_completion_changes_nothing() -> None:
@@ -80,15 +80,15 @@ def test_failure_after_completion_changes_nothing() -> None:
     push.take({FULL: END})
     push.landed()
     push.fail(GAVE_UP)
-    assert (push.state, push.error) == (PushState.OVER, None)
+    assert (push.state, push.error) == (WriteState.OVER, None)
 
 
 def test_nothing_wanted_is_complete_at_once() -> None:
-    assert sending(full=Need(48, 48, 16)).state is PushState.OVER
+    assert sending(full=Need(48, 48, 16)).state is WriteState.OVER
 
 
 def test_an_announcement_after_the_prompt_has_ended_is_refused_with_the_reason() -> None:
-    side = Sender()
+    side = SourceWrites()
     side.compute("x", prompt(END))
     side.end("x", GAVE_UP)
     with pytest.raises(HandoffError) as refused:
@@ -99,7 +99,7 @@ def test_an_announcement_after_the_prompt_has_ended_is_refused_with_the_reason()
 
 
 def test_an_announcement_that_comes_after_its_revocation_writes_nothing() -> None:
-    side = Sender()
+    side = SourceWrites()
     side.compute("x", prompt(END))
     assert side.revoke(KEY, 0.0)
     with pytest.raises(HandoffError) as refused:
@@ -110,9 +110,9 @@ def test_an_announcement_that_comes_after_its_revocation_writes_nothing() -> Non
 def test_revocations_of_pushes_that_nobody_announced_let_no_other_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its announcement may come yet: the push would write blocks that another request has by then."""
     monkeypatch.setattr(sender, "MAX_REVOKED", 4)
-    side = Sender()
+    side = SourceWrites()
     assert side.revoke(KEY, 0.0)
-    forged = [PushKey("forged", 1, number) for number in range(1, 20)]
+    forged = [WriteKey("forged", 1, number) for number in range(1, 20)]
     said = [side.revoke(key, 1.0) for key in forged]
     assert said == [True] * 3 + [False] * 16, "what cannot be remembered is not quiet"
     with pytest.raises(HandoffError) as refused:
@@ -121,12 +121,12 @@ def test_revocations_of_pushes_that_nobody_announced_let_no_other_be_forgotten(m
     assert side.revoke(KEY, 2.0)
     assert side.revoke(forged[0], 2.0), "it is remembered"
     later = sender.REVOKED_SECONDS
-    assert [side.revoke(PushKey("d/1", 1, number), later) for number in (1, 2)] == [True, False]
+    assert [side.revoke(WriteKey("d/1", 1, number), later) for number in (1, 2)] == [True, False]
 
 
-def stranger_announces_and_revokes(side: Sender, num_pushes: int) -> None:
+def stranger_announces_and_revokes(side: SourceWrites, num_pushes: int) -> None:
     for number in range(1, 1 + num_pushes):
-        key = PushKey("a stranger", 1, number)
+        key = WriteKey("a stranger", 1, number)
         side.announce(asked(key, "y"), 1.0)
         assert side.revoke(key, 1.0)
 
@@ -135,7 +135,7 @@ def test_pushes_that_a_stranger_announces_and_revokes_let_none_be_forgotten_that
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sender, "MAX_REMEMBERED", 8)
-    side = Sender()
+    side = SourceWrites()
     assert side.revoke(KEY, 0.0)
     stranger_announces_and_revokes(side, 20)
     side.compute("x", prompt(END))
@@ -149,7 +149,7 @@ def test_pushes_that_a_stranger_announces_and_revokes_let_no_failed_write_be_for
 ) -> None:
     """Of a push that it does not know, a source says that it is quiet."""
     monkeypatch.setattr(sender, "MAX_REMEMBERED", 8)
-    side = Sender()
+    side = SourceWrites()
     side.compute("x", prompt(16))
     side.announce(asked(), NOW)
     assert side.take(KEY)
@@ -163,12 +163,12 @@ def test_an_announcement_that_was_refused_takes_no_room_of_those_that_never_came
 ) -> None:
     """Its destination revokes it, however often a client asks for a prompt that is not held."""
     monkeypatch.setattr(sender, "MAX_REVOKED", 4)
-    side = Sender()
-    keys = [PushKey("d", 1, number) for number in range(1, 20)]
+    side = SourceWrites()
+    keys = [WriteKey("d", 1, number) for number in range(1, 20)]
     for key in keys:
         side.refuse(key, GAVE_UP)
         assert side.revoke(key, 0.0)
-    assert side.revoke(PushKey("d", 1, 20), 0.0)
+    assert side.revoke(WriteKey("d", 1, 20), 0.0)
     with pytest.raises(HandoffError) as refused:
         side.announce(asked(keys[0]), NOW)
     assert refused.value.reason is GAVE_UP.reason
@@ -176,7 +176,7 @@ def test_an_announcement_that_was_refused_takes_no_room_of_those_that_never_came
 
 def test_a_refusal_that_comes_twice_does_not_end_a_push_that_has_begun() -> None:
     """An announcement that is sent again may be refused since a fence, and the first is being written."""
-    side = Sender()
+    side = SourceWrites()
     side.compute("x", prompt(16))
     side.announce(asked(), NOW)
     assert side.take(KEY)
@@ -188,7 +188,7 @@ def test_a_refusal_that_comes_twice_does_not_end_a_push_that_has_begun() -> None
 
 
 def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
-    side = Sender()
+    side = SourceWrites()
     side.compute("x", prompt(16))
     side.announce(asked(), NOW)
     assert side.take(KEY)
@@ -203,7 +203,7 @@ def test_a_revoked_push_is_not_quiet_before_its_writes_are() -> None:
 def test_a_write_that_failed_in_a_connection_is_never_quiet_by_its_source_s_word(
     is_revoked: bool, may_land: bool
 ) -> None:
-    side = Sender()
+    side = SourceWrites()
     side.compute("x", prompt(16))
     side.announce(asked(), NOW)
     assert side.take(KEY)
@@ -218,7 +218,7 @@ def test_a_write_that_failed_in_a_connection_is_never_quiet_by_its_source_s_word
 
 def test_another_prompt_fails_the_push_in_either_order() -> None:
     for announced_first in (True, False):
-        side = Sender()
+        side = SourceWrites()
         steps = [
             lambda side=side: side.announce(asked(digest="q"), NOW),
             lambda side=side: side.compute("x", prompt(16)),
@@ -248,7 +248,7 @@ def test_an_adapter_that_is_not_known_to_be_the_same_fails_the_push(
     name: str, prefill: str, decode: str, is_refused: bool
 ) -> None:
     """An engine of version 9 says no digest. The last rows have an adapter on one side alone."""
-    side = Sender()
+    side = SourceWrites()
     side.announce(msgspec.structs.replace(asked(), adapter=decode), NOW)
     side.compute("x", msgspec.structs.replace(prompt(16), adapter=Adapter(name, prefill)))
     over = side.outcome(KEY)
@@ -258,7 +258,7 @@ def test_an_adapter_that_is_not_known_to_be_the_same_fails_the_push(
 
 
 def test_replicas_of_a_receiver_with_one_name_are_told_apart_by_their_epochs() -> None:
-    side, replica = Sender(), PushKey("d", 2, 1)
+    side, replica = SourceWrites(), WriteKey("d", 2, 1)
     side.announce(asked(), NOW)
     side.announce(asked(replica, "y"), NOW)
     side.revoke(replica, 0.0)
@@ -269,7 +269,7 @@ def test_replicas_of_a_receiver_with_one_name_are_told_apart_by_their_epochs() -
 
 def test_several_receivers_are_served_from_one_prompt() -> None:
     """Parallel samples (``n``) carry one transfer id, and so do the ranks of a receiver."""
-    side, keys = Sender(), [PushKey("d", 1, number) for number in range(3)]
+    side, keys = SourceWrites(), [WriteKey("d", 1, number) for number in range(3)]
     for key in keys:
         side.announce(asked(key), NOW)
     side.compute("x", prompt(END))
@@ -280,7 +280,7 @@ def test_several_receivers_are_served_from_one_prompt() -> None:
 
 
 def test_a_late_push_is_given_up() -> None:
-    side = Sender()
+    side = SourceWrites()
     side.announce(asked(), NOW)
     side.tick(KEY, 29.9)
     assert side.num_open == 1
@@ -293,7 +293,7 @@ def test_a_late_push_is_given_up() -> None:
 
 def test_a_step_that_begins_vouches_only_for_what_was_computed_here_before() -> None:
     """Not for its prefix hits: the engine names blocks in its cache that another prompt of the same step computes."""
-    side = Sender()
+    side = SourceWrites()
     side.announce(asked(), NOW)
     side.begin_step({"x": prompt(32)})
     assert side.take(KEY) == ()
@@ -313,7 +313,7 @@ def test_a_step_that_begins_vouches_only_for_what_was_computed_here_before() -> 
 
 def test_every_source_must_be_done_and_with_its_own_digest() -> None:
     """Not a count: a source that says "done" twice is one source."""
-    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a", 1: "b"}, deadline=30.0)
     for source in (0, 1):
         push.announcing(source)
     push.done(0, "a")
@@ -325,7 +325,7 @@ def test_every_source_must_be_done_and_with_its_own_digest() -> None:
 
 
 def test_done_with_another_digest_is_a_failure() -> None:
-    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a", 1: "b"}, deadline=30.0)
     for source in (0, 1):
         push.announcing(source)
     push.done(0, "b")
@@ -335,7 +335,7 @@ def test_done_with_another_digest_is_a_failure() -> None:
 
 
 def test_a_failed_push_waits_for_every_source_that_may_write() -> None:
-    push = Receiving("r", {0: "a", 1: "b", 2: "c"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a", 1: "b", 2: "c"}, deadline=30.0)
     for source in (0, 1):
         push.announcing(source)
     push.done(0, "a")
@@ -346,7 +346,7 @@ def test_a_failed_push_waits_for_every_source_that_may_write() -> None:
 
 
 def test_a_late_done_ends_the_wait_for_an_acknowledgement() -> None:
-    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
     push.due(30.0)
     push.done(0, "a")
@@ -356,7 +356,7 @@ def test_a_late_done_ends_the_wait_for_an_acknowledgement() -> None:
 
 
 def test_a_committed_push_is_not_harmed_by_what_comes_later() -> None:
-    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
     push.done(0, "a")
     push.refused(0, GAVE_UP)
@@ -366,7 +366,7 @@ def test_a_committed_push_is_not_harmed_by_what_comes_later() -> None:
 
 
 def test_a_source_that_is_done_cannot_fail_the_push_of_the_others() -> None:
-    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a", 1: "b"}, deadline=30.0)
     for source in (0, 1):
         push.announcing(source)
     push.done(0, "a")
@@ -378,7 +378,7 @@ def test_a_source_that_is_done_cannot_fail_the_push_of_the_others() -> None:
 
 
 def test_a_source_that_stops_before_it_is_done_fails_the_push_at_once() -> None:
-    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
     push.quiet(0)
     assert push.is_over
@@ -389,7 +389,7 @@ def test_a_source_that_stops_before_it_is_done_fails_the_push_at_once() -> None:
 
 
 def test_a_done_of_a_source_without_an_announcement_is_ignored() -> None:
-    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a"}, deadline=30.0)
     push.done(0, "a")
     assert not push.is_over
 
@@ -397,10 +397,10 @@ def test_a_done_of_a_source_without_an_announcement_is_ignored() -> None:
 def test_a_held_prompt_must_be_known_at_once_or_by_a_time() -> None:
     at_once, soon = (msgspec.structs.replace(asked(), known_by=known_by) for known_by in (NOW, NOW + 5))
     with pytest.raises(HandoffError, match="are not those of a prompt") as refused:
-        Sender().announce(at_once, NOW)
+        SourceWrites().announce(at_once, NOW)
     assert refused.value.reason is Reason.WRONG_PARAMETERS
     for is_known in (True, False):
-        side = Sender()
+        side = SourceWrites()
         side.announce(soon, NOW)
         side.tick(KEY, NOW + 4.9)
         if is_known:
@@ -415,7 +415,7 @@ def test_a_held_prompt_must_be_known_at_once_or_by_a_time() -> None:
 @pytest.mark.parametrize("seconds", [0, 5])
 def test_an_announcement_of_an_ended_hold_is_told_why_it_ended(seconds: int) -> None:
     """Until it comes again, and however long its word may be awaited."""
-    side = Sender()
+    side = SourceWrites()
     side.compute("x", prompt(END))
     side.end("x", GAVE_UP, may_return=True)
     request = msgspec.structs.replace(asked(), known_by=NOW + seconds)
@@ -436,9 +436,9 @@ def test_an_announcement_of_an_ended_hold_is_told_why_it_ended(seconds: int) -> 
 
 
 def test_a_span_that_has_run_wakes_only_pushes_that_need_the_span() -> None:
-    side, wanted, other = Sender(), Span("0", 1), Span("0", 2)
+    side, wanted, other = SourceWrites(), Span("0", 1), Span("0", 2)
     running = {"x": Prompt(32, "p", {}, num_final=END)}
-    early = PushRequest(KEY, "x", 32, "p", {wanted: Need(0, 32, 16)}, deadline=9.0)
+    early = WriteRequest(KEY, "x", 32, "p", {wanted: Need(0, 32, 16)}, deadline=9.0)
     side.begin_step(running)
     assert not side.reach(wanted)
     side.announce(early, NOW)
@@ -449,12 +449,12 @@ def test_a_span_that_has_run_wakes_only_pushes_that_need_the_span() -> None:
     assert not side.reach(wanted)
 
 
-def steps(push: Receiving, now: float) -> list[tuple[str, int]]:
+def steps(push: DestinationLoad, now: float) -> list[tuple[str, int]]:
     return [(step.name, source) for step, source in push.due(now)]
 
 
 def test_a_revocation_is_repeated_only_after_it_was_answered() -> None:
-    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a", 1: "b"}, deadline=30.0)
     assert steps(push, 0.0) == [("ANNOUNCE", 0), ("ANNOUNCE", 1)]
     push.announcing(0)
     assert steps(push, 0.1) == [("ANNOUNCE", 1)], "until the announcement arrives"
@@ -473,7 +473,7 @@ def test_a_revocation_is_repeated_only_after_it_was_answered() -> None:
 
 
 def test_sources_that_may_be_writing_are_checked_once_a_second() -> None:
-    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a", 1: "b"}, deadline=30.0)
     push.announcing(0)
     push.announcing(1)
     push.done(1, "b")
@@ -482,9 +482,9 @@ def test_sources_that_may_be_writing_are_checked_once_a_second() -> None:
     assert steps(push, 1.0) == [("CHECK_ALIVE", 0)]
 
 
-def failed(fence_seconds: float = 60.0) -> Receiving:
+def failed(fence_seconds: float = 60.0) -> DestinationLoad:
     """A push of two sources, both of which may be writing, that has failed."""
-    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0, fence_seconds=fence_seconds)
+    push = DestinationLoad("r", {0: "a", 1: "b"}, deadline=30.0, fence_seconds=fence_seconds)
     for source in (0, 1):
         push.announcing(source)
     push.fail(GAVE_UP)
@@ -504,7 +504,7 @@ def test_vllm_46283_a_source_that_confirms_nothing_is_fenced_once_after_the_time
 
 
 def test_a_push_that_goes_on_asks_for_no_fence_and_ends_with_one() -> None:
-    push = Receiving("r", {0: "a"}, deadline=1e9, fence_seconds=1.0)
+    push = DestinationLoad("r", {0: "a"}, deadline=1e9, fence_seconds=1.0)
     push.announcing(0)
     assert ("FENCE", 0) not in steps(push, 1e6)
     push.fenced(0, GAVE_UP)
@@ -531,7 +531,7 @@ def test_the_end_of_a_source_that_writes_into_the_receivers_memory_itself_ends_t
 
 
 def test_the_end_of_a_source_fails_a_push_that_goes_on() -> None:
-    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
     push.ended(0, GAVE_UP, may_land=True)
     assert (str(push.error), push.is_over) == (str(GAVE_UP), False)
@@ -541,7 +541,7 @@ def test_the_end_of_a_source_fails_a_push_that_goes_on() -> None:
 
 def test_a_write_that_failed_keeps_the_blocks_until_a_fence_whatever_the_source_says_later() -> None:
     """It says so of itself: that it writes no more is no news of what lies in the connection."""
-    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
     push.due(4.5)
     push.broke(0, GAVE_UP, fence_at=5.0)
@@ -556,7 +556,7 @@ def test_a_write_that_failed_keeps_the_blocks_until_a_fence_whatever_the_source_
 
 def test_a_source_whose_write_failed_is_checked_until_its_process_has_ended_which_asks_for_a_fence_again() -> None:
     """While it lived, the fence may have been refused: of a GPU's memory it keeps no process of this host out."""
-    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
     push.broke(0, GAVE_UP, fence_at=0.0)
     assert steps(push, 1.0) == [("FENCE", 0), ("CHECK_ALIVE", 0)]
@@ -589,13 +589,13 @@ def test_a_write_that_failed_after_the_fence_is_due_for_one_of_its_own() -> None
 
 
 def test_a_fence_does_not_touch_a_source_that_was_told_nothing() -> None:
-    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a"}, deadline=30.0)
     push.fenced(0, GAVE_UP)
     assert (push.error, push.is_over) == (None, False)
 
 
 def test_the_deadline_ends_a_waiting_push_and_the_snapshot_says_so() -> None:
-    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
     push.due(0.5)
     assert steps(push, 30.0) == [("REVOKE", 0), ("CHECK_ALIVE", 0)]
@@ -610,11 +610,11 @@ def test_the_deadline_ends_a_waiting_push_and_the_snapshot_says_so() -> None:
 
 
 def test_snapshots_of_a_rank_that_pushes_are_plain() -> None:
-    side, span = Sender(), Span("0")
+    side, span = SourceWrites(), Span("0")
     needs = {span: Need(0, 32, 16)}
-    side.announce(PushRequest(PushKey("d/0", 7, 1), "x", 32, "p", needs, deadline=9.0), NOW)
+    side.announce(WriteRequest(WriteKey("d/0", 7, 1), "x", 32, "p", needs, deadline=9.0), NOW)
     side.compute("x", Prompt(32, "p", {}, num_final=16))
-    assert len(side.take(PushKey("d/0", 7, 1))) == 1
+    assert len(side.take(WriteKey("d/0", 7, 1))) == 1
     side.end("y", GAVE_UP)
     assert side.snapshot(now=4.0) == {
         "prompts": {"x": 16},
@@ -626,7 +626,7 @@ def test_snapshots_of_a_rank_that_pushes_are_plain() -> None:
 
 
 def test_a_part_that_has_landed_counts_once_it_has_been_compared() -> None:
-    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a", 1: "b"}, deadline=30.0)
     push.announcing(0)
     push.announcing(1)
     assert (push.landed(0, "a"), push.landed(0, "a"), push.landed(1, "b")) == (True, False, True)
@@ -637,7 +637,7 @@ def test_a_part_that_has_landed_counts_once_it_has_been_compared() -> None:
 
 
 def test_a_part_that_landed_wrong_gives_the_blocks_back_once_the_others_are_quiet() -> None:
-    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a", 1: "b"}, deadline=30.0)
     push.announcing(0)
     push.announcing(1)
     assert push.landed(0, "a")
@@ -648,7 +648,7 @@ def test_a_part_that_landed_wrong_gives_the_blocks_back_once_the_others_are_quie
 
 
 def test_a_source_that_ends_while_its_part_is_compared_fails_nothing() -> None:
-    push = Receiving("r", {0: "a"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a"}, deadline=30.0)
     push.announcing(0)
     assert push.landed(0, "a")
     for may_land in (True, False):
@@ -661,7 +661,7 @@ def test_a_source_that_ends_while_its_part_is_compared_fails_nothing() -> None:
 
 
 def test_a_push_that_is_not_compared_by_its_deadline_names_the_source() -> None:
-    push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    push = DestinationLoad("r", {0: "a", 1: "b"}, deadline=30.0)
     push.announcing(0)
     push.announcing(1)
     push.done(0, "a")

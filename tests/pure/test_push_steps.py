@@ -10,8 +10,8 @@ import pytest
 
 from kvferry.execution.device import HOST, Mark
 from kvferry.execution.writer import Writer
-from kvferry.handoff.messages import Identity, PushKey
-from kvferry.handoff.push.sender import END, Need, Prompt, PushRequest
+from kvferry.handoff.messages import Identity, WriteKey
+from kvferry.handoff.source import END, Need, Prompt, WriteRequest
 from kvferry.plan.layer_spans import LayerSpans, Span
 
 from ..waits import wait_until
@@ -19,7 +19,7 @@ from ..waits import wait_until
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
 LAYERS = ["0", "1", "2", "3"]
 FIRST, SECOND = Span("full", 1), Span("full", 2)
-KEY = PushKey("d", 1, 1)
+KEY = WriteKey("d", 1, 1)
 SECONDS = 5.0
 
 
@@ -58,7 +58,7 @@ def made(order: Any, *, keeps_events: bool = False) -> Writer:
     spans = LayerSpans({"full": LAYERS}, layers_per_span=2)
     writer = Writer(Mock(order=order), 1, spans, keeps_events=keeps_events)
     needs = {span: Need(0, 40, 16) for span in (FIRST, SECOND)}
-    writer._sender.announce(PushRequest(KEY, "x", 40, "p", needs, deadline=1e12), now=0.0)
+    writer._sender.announce(WriteRequest(KEY, "x", 40, "p", needs, deadline=1e12), now=0.0)
     return writer
 
 

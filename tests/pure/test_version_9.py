@@ -36,7 +36,7 @@ FROZEN = [
     nine.EndPoint,
     nine.DigestTable,
     nine.RankEntry,
-    nine.PushKey,
+    nine.WriteKey,
     nine.AnnouncedBlocks,
 ]
 CARRIED = [

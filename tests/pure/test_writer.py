@@ -24,17 +24,17 @@ from kvferry.handoff.messages import (
     Announced,
     AnnouncedBlocks,
     EndPoint,
-    Pushed,
-    PushFailed,
-    PushKey,
+    Written,
+    WriteFailed,
+    WriteKey,
     Question,
     Release,
     Revoke,
     Revoked,
 )
 from kvferry.handoff.push import sender
-from kvferry.handoff.push.part import Part, announced_blocks
-from kvferry.handoff.push.sender import END, MOST_KEPT_TEXT, BlockList, Prompt
+from kvferry.handoff.part import Part, announced_blocks
+from kvferry.handoff.source import END, MOST_KEPT_TEXT, BlockList, Prompt
 from kvferry.layout.shard import encode_shard
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.match import selector_of
@@ -45,7 +45,7 @@ from kvferry.transport.registry import Link
 
 from .test_destinations import EPOCH, IDENTITY, INTRODUCTION, SOURCES, WHERE, shard
 
-KEY = PushKey("d/0", WHERE.epoch, 1)
+KEY = WriteKey("d/0", WHERE.epoch, 1)
 ENGINE = EndPoint("127.0.0.1", 9, 3)
 SCRATCH = Scratch(num_words=4)
 NUM_TOKENS = 32
@@ -120,8 +120,8 @@ class Source:
         return [(*call.args[:3], call.kwargs["is_trusted"]) for call in calls]
 
     @property
-    def reports(self) -> list[Pushed | PushFailed]:
-        return [told for _, _, told, _ in self.told if isinstance(told, Pushed | PushFailed)]
+    def reports(self) -> list[Written | WriteFailed]:
+        return [told for _, _, told, _ in self.told if isinstance(told, Written | WriteFailed)]
 
     def wakes(self, call: Callable[[], object]) -> bool:
         before = self.executor.wake.call_count
@@ -182,7 +182,7 @@ def test_a_push_that_has_landed_is_reported_by_the_index_of_this_rank() -> None:
     assert advance(job)
     assert job.phase is Phase.DONE
     [report] = source.reports
-    assert isinstance(report, Pushed)
+    assert isinstance(report, Written)
     assert (report.key, report.source_index, report.digest) == (KEY, 1, ANNOUNCEMENT.digest)
     assert (report.num_bytes, report.transport) == (transfer.num_bytes, "cma")
 
@@ -223,7 +223,7 @@ def test_a_write_that_ends_after_the_revocation_does_not_count(status: Status) -
     advance(job)
     assert job.phase is Phase.DONE
     [report] = source.reports
-    assert isinstance(report, PushFailed)
+    assert isinstance(report, WriteFailed)
     assert (report.key, report.source_index, report.reason) == (KEY, 1, Reason.ABORTED.value)
     assert job.result(0.0).num_bytes == 0
     assert (source.writer._open, source.writer._num_open_blocks) == ({}, 0), "others may announce as many"
@@ -309,7 +309,7 @@ def test_an_announcement_of_no_tokens_is_over_at_once() -> None:
     job = source.announce(blocks=blocks, digest=Part(PLAN, blocks).digest)
     advance(job)
     assert job.phase is Phase.DONE
-    assert [type(report) for report in source.reports] == [Pushed]
+    assert [type(report) for report in source.reports] == [Written]
 
 
 @pytest.mark.parametrize("wrong", [{"digest": "of another part"}, {"registration": 7}, {}], ids=str)
@@ -376,7 +376,7 @@ def test_a_push_ends_at_the_deadline_of_its_destination_and_at_this_ranks_own(
     advance(job, limit)
     assert job.phase is Phase.DONE
     [report] = source.reports
-    assert isinstance(report, PushFailed)
+    assert isinstance(report, WriteFailed)
     assert report.reason == Reason.DEADLINE_EXCEEDED
 
 
@@ -396,7 +396,7 @@ def announced_by(source: Source, name: str, number: int = 1, ids: Sequence[int] 
     """Return a push to a rank that introduces itself with so many bytes, for a prompt that is not known."""
     source.writer.answer(msgspec.structs.replace(INTRODUCTION, receiver=name, end_points={"none": bytes(size)}))
     blocks = announced_blocks(PLAN, [blocks_of(ids)])
-    key = PushKey(name, WHERE.epoch, number)
+    key = WriteKey(name, WHERE.epoch, number)
     return source.announce(key=key, transfer_id="unknown", blocks=blocks, digest=Part(PLAN, blocks).digest)
 
 
@@ -418,7 +418,7 @@ def test_of_too_many_pushes_the_one_that_came_first_and_whose_prompt_is_unknown_
     first, second = (announced_by(source, name) for name in "ab")
     assert given_up(honest, first, second) == [False, True, False]
     [report] = source.reports
-    assert isinstance(report, PushFailed)
+    assert isinstance(report, WriteFailed)
     assert (report.key.receiver, report.reason) == ("a", Reason.INVALID_REQUEST.value)
     third = announced_by(source, "c")
     assert given_up(honest, second, third) == [False, True, False]
@@ -486,7 +486,7 @@ def test_pushes_keep_no_more_of_forgotten_introductions_than_a_rank_remembers(mo
     assert refused.value.reason is Reason.INVALID_REQUEST
     again = announced_by(source, "b", 2, size=1_400_000)  # keeps no more
     for job, name in ((second, "b"), (third, "c"), (honest, "honest"), (again, "b")):
-        source.writer.answer(Revoke(EPOCH, PushKey(name, WHERE.epoch, 2 if job is again else 1)))
+        source.writer.answer(Revoke(EPOCH, WriteKey(name, WHERE.epoch, 2 if job is again else 1)))
         advance(job)
         assert job.phase is Phase.DONE
     assert source.writer._num_open_bytes == 0
@@ -521,7 +521,7 @@ def test_a_destination_that_refuses_connections_while_its_push_waits_ends_the_pu
     assert job.phase is Phase.DONE
     [release, report] = [told for _, _, told, _ in source.told]
     assert isinstance(release, Release)
-    assert isinstance(report, PushFailed)
+    assert isinstance(report, WriteFailed)
     assert report.reason == Reason.PEER_UNREACHABLE
     assert [call.args for call in source.refuses.call_args_list] == [(WHERE,)] * 2
 
@@ -540,7 +540,7 @@ def test_a_push_whose_batch_could_not_be_submitted_is_over(error: Exception) -> 
     advance(job)
     assert job.phase is Phase.DONE
     [report] = source.reports
-    assert isinstance(report, PushFailed)
+    assert isinstance(report, WriteFailed)
     assert report.reason == Reason.TRANSFER_FAILED
     assert source.is_quiet_after_revocation()
 
@@ -555,7 +555,7 @@ def test_a_push_that_the_executor_gives_up_stops_its_write_and_is_reported() -> 
     advance(job)
     assert job.phase is Phase.DONE
     [report] = source.reports
-    assert isinstance(report, PushFailed)
+    assert isinstance(report, WriteFailed)
     assert report.reason == Reason.CLOSED
 
 
@@ -588,7 +588,7 @@ def test_a_write_that_failed_is_reported_with_what_may_still_land(may_land: bool
     advance(job)
     assert job.phase is Phase.DONE
     [report] = source.reports
-    assert isinstance(report, PushFailed)
+    assert isinstance(report, WriteFailed)
     assert report.may_land == ("yes" if may_land else "no")
     expected = Revoked(EPOCH, is_quiet=not may_land, may_land=may_land)
     assert [source.writer.answer(Revoke(EPOCH, KEY)) for _ in range(2)] == [expected] * 2
@@ -603,7 +603,7 @@ def test_a_write_that_was_revoked_and_ended_well_leaves_nothing_that_may_land(st
     advance(job)
     advance(job)
     [report] = source.reports
-    assert isinstance(report, PushFailed)
+    assert isinstance(report, WriteFailed)
     assert report.may_land == "no"
     assert source.is_quiet_after_revocation()
 

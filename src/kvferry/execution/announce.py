@@ -1,6 +1,6 @@
 """Pushes to one destination rank: it introduces itself to source ranks, announces blocks and takes their reports.
 
-:class:`kvferry.handoff.push.receiver.Receiving` decides. An :class:`AwaitedPush`, a job of the transfer thread, carries
+:class:`kvferry.handoff.destination.DestinationLoad` decides. An :class:`AwaitedLoad`, a job of the transfer thread, carries
 out one push, an :class:`Announcer` all pushes to a rank.
 """
 
@@ -18,7 +18,7 @@ from kvferry.execution.introductions import Introductions, unreachable
 from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
-from kvferry.execution.push_digests import PER_ADVANCE, PushDigests, PushedCells
+from kvferry.execution.push_digests import PER_ADVANCE, PartDigests, PartCells
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     Announce,
@@ -28,16 +28,16 @@ from kvferry.handoff.messages import (
     Introduce,
     Met,
     Noted,
-    Pushed,
-    PushFailed,
-    PushKey,
+    Written,
+    WriteFailed,
+    WriteKey,
     Question,
     Refusal,
     Revoke,
     Revoked,
 )
-from kvferry.handoff.push.part import Part
-from kvferry.handoff.push.receiver import Receiving, Step
+from kvferry.handoff.part import Part
+from kvferry.handoff.destination import DestinationLoad, Step
 from kvferry.layout.shard import HOST_DEVICE
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
@@ -67,11 +67,11 @@ class SourceRank:
     engine: tuple[bytes, ...]
     version: int
     process: ProcessIdentity | None = None
-    cells: PushedCells | None = None
+    cells: PartCells | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class PushedRequest:
+class Announcement:
     """One request, the same for all of its sources. ``deadline`` is on the monotonic clock."""
 
     job_id: str
@@ -86,18 +86,18 @@ class PushedRequest:
 
 # Returns the sources of a request, or None while their handshake runs.
 FindSources = Callable[[], Sequence[SourceRank] | None]
-Event = Pushed | PushFailed | tuple[int, Announce | Revoke, Answer | None]
+Event = Written | WriteFailed | tuple[int, Announce | Revoke, Answer | None]
 """A report of a source; or the index of a source, a question to it, and its answer, None where it came too late."""
 
 
-class AwaitedPush:
+class AwaitedLoad:
     """One push at its destination; done once the engine may have the blocks."""
 
     fills_blocks = True
     is_for_log = False
     can_wait = False
 
-    def __init__(self, request: PushedRequest, key: PushKey, find_sources: FindSources, announcer: "Announcer") -> None:
+    def __init__(self, request: Announcement, key: WriteKey, find_sources: FindSources, announcer: "Announcer") -> None:
         self.job_id = request.job_id
         self.phase = Phase.PREPARING
         self.error: KVFerryError | None = None
@@ -106,14 +106,14 @@ class AwaitedPush:
         self._request, self._key = request, key
         self._find_sources, self._announcer = find_sources, announcer
         self._sources: dict[int, SourceRank] = {}
-        self._receiving: Receiving | None = None
+        self._receiving: DestinationLoad | None = None
         self._created_at = time.monotonic()
-        self._pushed: dict[int, Pushed] = {}
+        self._pushed: dict[int, Written] = {}
         self._transports: dict[int, str] = {}
         self._announced_at: dict[int, float] = {}
         self._registrations: dict[int, int] = {}
         self._done_at: dict[int, float] = {}
-        self._digests: dict[int, PushDigests] = {}
+        self._digests: dict[int, PartDigests] = {}
         self._comparing: dict[int, Iterator[int]] = {}
         self._num_compared_bytes = 0
         self._compare_seconds = 0.0
@@ -159,7 +159,7 @@ class AwaitedPush:
         is_closed = registration is not None and self._announcer.is_closed(registration)
         return is_closed and self._announcer.is_kept_out(self._sources[index], is_broken=is_broken)
 
-    def _check_alive(self, receiving: Receiving, source: SourceRank) -> None:
+    def _check_alive(self, receiving: DestinationLoad, source: SourceRank) -> None:
         if self._announcer.peers.has_ended(source.process):
             transport = self._transports.get(source.index, "")
             may_land = not self._announcer.transports.ends_with_process(transport)
@@ -167,7 +167,7 @@ class AwaitedPush:
         elif self._announcer.peers.refuses(source.answers_at):
             receiving.fail(unreachable(source.answers_at))
 
-    def _fence(self, receiving: Receiving, source: SourceRank) -> None:
+    def _fence(self, receiving: DestinationLoad, source: SourceRank) -> None:
         where = f"{source.answers_at.host}:{source.answers_at.port}"
         if source.index not in receiving.may_land:
             # The fence for another source of this push has done.
@@ -243,7 +243,7 @@ class AwaitedPush:
             sources = self._find_sources()
             for source in sources or ():
                 if source.cells is not None:
-                    self._digests[source.index] = PushDigests(source.cells, source.part.announced, self._key)
+                    self._digests[source.index] = PartDigests(source.cells, source.part.announced, self._key)
         except KVFerryError as error:
             self.cancel(error)
             return True
@@ -251,10 +251,10 @@ class AwaitedPush:
             return False
         self._sources = {source.index: source for source in sources}
         expected = {source.index: source.part.digest for source in sources}
-        self._receiving = Receiving(self.job_id, expected, self._request.deadline, self._announcer.fence_seconds)
+        self._receiving = DestinationLoad(self.job_id, expected, self._request.deadline, self._announcer.fence_seconds)
         return True
 
-    def _announce(self, receiving: Receiving, source: SourceRank) -> bool:
+    def _announce(self, receiving: DestinationLoad, source: SourceRank) -> bool:
         """Announce the blocks to a source that knows this rank; return whether the source is dealt with."""
         try:
             _check_announced(self._request, source.part)
@@ -289,20 +289,20 @@ class AwaitedPush:
             token=self._announcer.introductions.token(source.answers_at),
         )
 
-    def _read_inbox(self, receiving: Receiving) -> bool:
+    def _read_inbox(self, receiving: DestinationLoad) -> bool:
         moved = False
         while not self.inbox.empty():
             moved = True
             event = self.inbox.get_nowait()
-            if isinstance(event, Pushed):
+            if isinstance(event, Written):
                 self._note_pushed(receiving, event)
-            elif isinstance(event, PushFailed):
+            elif isinstance(event, WriteFailed):
                 self._note_failed(receiving, event)
             else:
                 self._note_answer(receiving, *event)
         return moved
 
-    def _note_pushed(self, receiving: Receiving, event: Pushed) -> None:
+    def _note_pushed(self, receiving: DestinationLoad, event: Written) -> None:
         """The part has landed; where this rank compares digests, the part counts once they agree.
 
         It never counts where the source has not compared the weights of the prompt's adapter.
@@ -319,7 +319,7 @@ class AwaitedPush:
         else:
             receiving.done(index, event.digest)
 
-    def _note_failed(self, receiving: Receiving, event: PushFailed) -> None:
+    def _note_failed(self, receiving: DestinationLoad, event: WriteFailed) -> None:
         """The source writes no more; where a write has failed in a connection, the connection may still deliver it."""
         may_land = event.may_land == "yes"
         if event.may_land == "unsaid":
@@ -331,14 +331,14 @@ class AwaitedPush:
         else:
             receiving.refused(event.source_index, event.error())
 
-    def _note_broken(self, receiving: Receiving, index: int, error: KVFerryError) -> None:
+    def _note_broken(self, receiving: DestinationLoad, index: int, error: KVFerryError) -> None:
         if self._is_behind_fence(index, is_broken=True):
             # What may land lands nowhere, and no other fence is needed.
             receiving.refused(index, error)
         else:
             receiving.broke(index, error, fence_at=self._announcer.next_fence_at)
 
-    def _compare(self, receiving: Receiving) -> bool:
+    def _compare(self, receiving: DestinationLoad) -> bool:
         """Compare some of what has landed, for as long as other jobs may wait; return whether there was any."""
         if receiving.error is not None:
             return False
@@ -358,7 +358,7 @@ class AwaitedPush:
         return False
 
     def _note_answer(
-        self, receiving: Receiving, index: int, question: Announce | Revoke, answer: Answer | None
+        self, receiving: DestinationLoad, index: int, question: Announce | Revoke, answer: Answer | None
     ) -> None:
         where = self._sources[index].answers_at
         if isinstance(question, Revoke):
@@ -382,7 +382,7 @@ class AwaitedPush:
         self._announcer.forget(self._key.number)
 
 
-def _check_announced(request: PushedRequest, part: Part) -> None:
+def _check_announced(request: Announcement, part: Part) -> None:
     """Raise :class:`HandoffError` (unsupported) for more blocks than one announcement may have."""
     num_blocks = sum(len(blocks.block_ids) for blocks in part.announced)
     if num_blocks > MAX_ANNOUNCED_BLOCKS:
@@ -394,7 +394,7 @@ def _check_announced(request: PushedRequest, part: Part) -> None:
         )
 
 
-def _adapter_not_compared(request: PushedRequest, source: SourceRank) -> HandoffError:
+def _adapter_not_compared(request: Announcement, source: SourceRank) -> HandoffError:
     where = source.answers_at
     return HandoffError(
         Reason.ADAPTER_MISMATCH,
@@ -430,7 +430,7 @@ def _fenced(where: str) -> HandoffError:
     )
 
 
-def _no_handshake(request: PushedRequest, seconds: float) -> HandoffError:
+def _no_handshake(request: Announcement, seconds: float) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
         f"no blocks could be announced for {request.job_id} within {seconds:.1f} s.",
@@ -465,7 +465,7 @@ class Announcer:
         self.keeps_events = keeps_events
         self.peers = Peers(rank.client.trust)
         self.introductions = Introductions(rank, answers_at, self._send)
-        self._pushes: dict[int, AwaitedPush] = {}
+        self._pushes: dict[int, AwaitedLoad] = {}
         self._unclosed: set[int] = set()
         self.next_fence_at = 0.0
         """Before it no fence keeps out what a source that lives has sent: each fence fails the loads of others."""
@@ -481,20 +481,20 @@ class Announcer:
         """How many fences there were."""
         return self.introductions.registration
 
-    def announce(self, request: PushedRequest, find_sources: FindSources) -> None:
+    def announce(self, request: Announcement, find_sources: FindSources) -> None:
         """Submit a push to the executor, which returns its result."""
         self._rank.executor.submit(self.push(request, find_sources))
 
-    def push(self, request: PushedRequest, find_sources: FindSources) -> AwaitedPush:
+    def push(self, request: Announcement, find_sources: FindSources) -> AwaitedLoad:
         """Return a push, which a job of the transfer thread must carry on until it is done."""
         # Unguessable: whoever forged a source's report would have blocks given back that the source still writes.
-        key = PushKey(self._rank.name, self.epoch, secrets.randbits(NUMBER_BITS) or 1)
-        push = self._pushes[key.number] = AwaitedPush(request, key, find_sources, self)
+        key = WriteKey(self._rank.name, self.epoch, secrets.randbits(NUMBER_BITS) or 1)
+        push = self._pushes[key.number] = AwaitedLoad(request, key, find_sources, self)
         return push
 
     def answer(self, question: Question) -> Answer:
         """Take a source's report. Raises :class:`HandoffError` for another question, and for another rank or epoch."""
-        if not isinstance(question, Pushed | PushFailed | Met):
+        if not isinstance(question, Written | WriteFailed | Met):
             raise HandoffError(
                 Reason.UNSUPPORTED,
                 f"a {type(question).__name__} is not for a rank that is pushed to.",

@@ -14,10 +14,10 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.own_rank import OwnRank
-from kvferry.execution.push_digests import PushedCells
+from kvferry.execution.push_digests import PartCells
 from kvferry.execution.route import Route
 from kvferry.handoff.handshake import compare_identities
-from kvferry.handoff.messages import Bounded, EndPoint, Introduce, Met, PushKey
+from kvferry.handoff.messages import Bounded, EndPoint, Introduce, Met, WriteKey
 from kvferry.handoff.versions import Versions, agree
 from kvferry.layout.shard import decode_shard
 from kvferry.peer_log import PeerLog
@@ -118,12 +118,12 @@ class DestinationRank:
     num_open: int = 0
     """Its open pushes, each of which keeps it."""
     meeting: Meeting | None = None
-    _cells: dict[tuple[PairPlan, Integrity, bool], PushedCells] = field(default_factory=dict)
+    _cells: dict[tuple[PairPlan, Integrity, bool], PartCells] = field(default_factory=dict)
 
-    def cells(self, plan: PairPlan, wanted: Integrity, *, is_sliced: bool) -> PushedCells:
+    def cells(self, plan: PairPlan, wanted: Integrity, *, is_sliced: bool) -> PartCells:
         """Return the cells of a plan whose digests the destination compares, made once. Raises :class:`PlanError`."""
         if (plan, wanted, is_sliced) not in self._cells:
-            self._cells[plan, wanted, is_sliced] = PushedCells(plan, wanted, at_source=True, is_sliced=is_sliced)
+            self._cells[plan, wanted, is_sliced] = PartCells(plan, wanted, at_source=True, is_sliced=is_sliced)
         return self._cells[plan, wanted, is_sliced]
 
     @property
@@ -191,7 +191,7 @@ class Destinations:
         self._make_room()
         self._meet(question.receiver, destination)
 
-    def announced(self, key: PushKey, registration: int, token: int) -> DestinationRank:
+    def announced(self, key: WriteKey, registration: int, token: int) -> DestinationRank:
         """Return the destination of an announcement, which names its registration and its introduction. Raises
         :class:`HandoffError`: unknown-request, and fenced for a registration that has ended.
         """

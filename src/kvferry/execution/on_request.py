@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.execution.announce import Announcer, AwaitedPush, FindSources, PushedRequest
+from kvferry.execution.announce import Announcer, AwaitedLoad, FindSources, Announcement
 from kvferry.execution.digests import first_held
 from kvferry.execution.executor import QUIET_SECONDS
 from kvferry.execution.guard_words import Held, Scratch
@@ -24,7 +24,7 @@ from kvferry.execution.read import Read
 from kvferry.execution.source_engines import SourceEngine
 from kvferry.execution.writer import Writer
 from kvferry.handoff.guard_word import HeldPrompt
-from kvferry.handoff.push.sender import END, BlockList, Prompt
+from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.peer_log import PeerLog
 
 logger = PeerLog(logging.getLogger(__name__))
@@ -85,7 +85,7 @@ class HeldRequest(NamedTuple):
     may be filled; ``find_sources`` the ranks that write.
     """
 
-    push: PushedRequest
+    push: Announcement
     engine: Callable[[], SourceEngine | None]
     find_sources: FindSources
 
@@ -146,12 +146,12 @@ class HeldLoad:
         self,
         read: Read,
         choose: Callable[[], bool | None],
-        write: Callable[[], AwaitedPush],
+        write: Callable[[], AwaitedLoad],
         is_read_instead: Callable[[KVFerryError], bool],
     ) -> None:
         self.job_id = read.job_id
         self._read, self._choose, self._write, self._is_read_instead = read, choose, write, is_read_instead
-        self._job: Read | AwaitedPush = read
+        self._job: Read | AwaitedLoad = read
         self._is_chosen = self._is_cancelled = False
 
     @property

@@ -20,9 +20,9 @@ from kvferry.arrays import Addresses, Flags, Integers
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.cell_sums import MOST_BYTES
 from kvferry.execution.pair_cells import GroupCells, PartCells, place_of
-from kvferry.handoff.messages import MAX_DIGEST_BYTES, AnnouncedBlocks, PushKey
-from kvferry.handoff.push.part import HeldCut
-from kvferry.handoff.push.sender import BlockList
+from kvferry.handoff.messages import MAX_DIGEST_BYTES, AnnouncedBlocks, WriteKey
+from kvferry.handoff.part import HeldCut
+from kvferry.handoff.source import BlockList
 from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, Integrity, draw, mixed, pieces
 from kvferry.plan.planner import PairPlan
 
@@ -73,7 +73,7 @@ class PushedGroup:
         return min(self.num_cells, self.grid.num_samples) if is_sample else self.num_cells
 
 
-class PushedCells:
+class PartCells:
     """The cells that move between two ranks, in the memory of the source or of the destination.
 
     With ``is_sliced`` they are slices. Raises :class:`PlanError` (``unsupported``) for a cache whose digests are not
@@ -264,13 +264,13 @@ def _without_gaps(indices: Integers) -> Integers | slice:
     return slice(first, end) if end - first == len(indices) else indices
 
 
-class PushDigests:
+class PartDigests:
     """The digests of one push between two ranks, in the memory of one of them.
 
     Raises :class:`PlanError` (``unsupported``) where ``full`` is wanted and the tokens begin inside a cell.
     """
 
-    def __init__(self, cells: PushedCells, announced: Sequence[AnnouncedBlocks], key: PushKey) -> None:
+    def __init__(self, cells: PartCells, announced: Sequence[AnnouncedBlocks], key: WriteKey) -> None:
         self.wanted = cells.wanted
         seed = int(mixed(mixed(np.array([key.receiver_epoch], dtype=np.uint64)) + np.uint64(key.number))[0])
         self._groups = {each.group: GroupSums(cells.groups[each.group], each, seed) for each in announced}
@@ -341,7 +341,7 @@ class WrittenDigests:
     :meth:`landed`.
     """
 
-    def __init__(self, digests: PushDigests) -> None:
+    def __init__(self, digests: PartDigests) -> None:
         self._digests = digests
         self._words = np.zeros(digests.num_words, dtype=np.uint64)
         self._batch: list[Sums] = []
@@ -395,5 +395,5 @@ class WrittenDigests:
         self._batch = []
 
     def encoded(self) -> bytes:
-        """Return the digests of all batches that have landed, as :meth:`PushDigests.compare` takes them."""
+        """Return the digests of all batches that have landed, as :meth:`PartDigests.compare` takes them."""
         return self._words.astype("<u8").tobytes()

@@ -13,7 +13,7 @@ from kvferry.execution.announce import SourceRank
 from kvferry.execution.digests import PairDigests
 from kvferry.execution.guard_words import Held
 from kvferry.execution.pair_cells import check_kept
-from kvferry.execution.push_digests import PushedCells
+from kvferry.execution.push_digests import PartCells
 from kvferry.execution.read import Guard, RankRead
 from kvferry.execution.route import Route
 from kvferry.execution.stage import Stage
@@ -21,7 +21,7 @@ from kvferry.handoff.guard_word import WORD_BYTES
 from kvferry.handoff.handshake import decode_shards, fetch_directory, tell_refusal
 from kvferry.handoff.messages import FIRST_WEIGHTS, Directory, EndPoint, Identity
 from kvferry.handoff.pull_read import wrong_parameters
-from kvferry.handoff.push.part import Part, announced_blocks
+from kvferry.handoff.part import Part, announced_blocks
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unexpected_error
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
@@ -63,7 +63,7 @@ class SourceEngine:
         self.num_bytes = _num_bytes(directory)
         self._compares = compares
         self._pairs: dict[PairPlan, PairDigests] = {}
-        self._cells: dict[PairPlan, PushedCells | None] = {}
+        self._cells: dict[PairPlan, PartCells | None] = {}
         for plan in route.plans(0):
             self._check_digests(plan)
 
@@ -98,7 +98,7 @@ class SourceEngine:
         elif self._compares is not None:
             self._cells_of(plan)
 
-    def _cells_of(self, plan: PairPlan) -> PushedCells | None:
+    def _cells_of(self, plan: PairPlan) -> PartCells | None:
         """Return the cells of a push that are compared; None where none are."""
         if plan not in self._cells:
             table, compares = self._directory.ranks[plan.assignment.source_index].digests, self._compares
@@ -112,7 +112,7 @@ class SourceEngine:
                 check_kept(table, compares.wanted)
                 assert table is not None, "a rank that keeps digests has a table"
                 is_sliced = compares.wanted is Integrity.SAMPLE and table.slices is not None
-                self._cells[plan] = PushedCells(plan, compares.wanted, at_source=False, is_sliced=is_sliced)
+                self._cells[plan] = PartCells(plan, compares.wanted, at_source=False, is_sliced=is_sliced)
         return self._cells[plan]
 
     def _with_digests(self, read: RankRead, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> RankRead:

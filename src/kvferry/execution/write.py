@@ -1,6 +1,6 @@
 """One push at its source rank: a job of the transfer thread that writes computed blocks, batch by batch.
 
-:class:`kvferry.handoff.push.sender.Sender` decides what each batch has, a :class:`Write` carries it out.
+:class:`kvferry.handoff.source.SourceWrites` decides what each batch has, a :class:`Write` carries it out.
 """
 
 import threading
@@ -12,9 +12,9 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.execution.push_digests import WrittenDigests
-from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push.part import Part
-from kvferry.handoff.push.sender import Batch, PushRequest, Sender
+from kvferry.handoff.messages import WriteKey
+from kvferry.handoff.part import Part
+from kvferry.handoff.source import Batch, WriteRequest, SourceWrites
 from kvferry.plan.layer_spans import Span
 from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Link
@@ -29,13 +29,13 @@ Report = Callable[[JobResult, bool], None]
 """Tells the destination how the push ended, and whether bytes of it may still land."""
 
 
-class PushEvents:
+class WriteEvents:
     """The events of one push, for the transfer log: plain data, times on the monotonic clock.
 
     ``layers_of`` names the layers of each span that is not all layers of its group.
     """
 
-    def __init__(self, request: PushRequest, layers_of: Mapping[Span, Sequence[str]]) -> None:
+    def __init__(self, request: WriteRequest, layers_of: Mapping[Span, Sequence[str]]) -> None:
         self._request, self._layers_of = request, layers_of
         self._announced_at = time.monotonic()
         self._batches: list[dict[str, Any]] = []
@@ -90,13 +90,13 @@ class Write:
 
     def __init__(
         self,
-        sender: Sender,
+        sender: SourceWrites,
         lock: threading.Lock,
-        key: PushKey,
+        key: WriteKey,
         part: Part,
         connect: Callable[[], Link | None],
         report: Report,
-        events: PushEvents | None = None,
+        events: WriteEvents | None = None,
         check_alive: Callable[[], None] = lambda: None,
         digests: WrittenDigests | None = None,
     ) -> None:
@@ -242,7 +242,7 @@ def _write_failed(status: Status) -> TransportError:
     return TransportError(Reason.TRANSFER_FAILED, f"a write ended {status}.", "Check that the decode engine runs.")
 
 
-def _never_rests(key: PushKey) -> HandoffError:
+def _never_rests(key: WriteKey) -> HandoffError:
     return HandoffError(
         Reason.SOURCE_CHANGED,
         f"push {key.number} to {key.receiver}: the engine has changed the page in which the prompt ends during each of "

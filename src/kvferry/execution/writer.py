@@ -1,6 +1,6 @@
 """All pushes of one source rank: takes announcements, learns what is computed, and reports how each push ended.
 
-:class:`kvferry.handoff.push.sender.Sender` decides which tokens go. A :class:`kvferry.execution.write.Write` carries
+:class:`kvferry.handoff.source.SourceWrites` decides which tokens go. A :class:`kvferry.execution.write.Write` carries
 out one push, over the connection that :class:`kvferry.execution.destinations.Destinations` has for it.
 """
 
@@ -20,8 +20,8 @@ from kvferry.execution.job import JobResult
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.pair_cells import check_kept
 from kvferry.execution.peers import Peers
-from kvferry.execution.push_digests import PushDigests, WrittenDigests
-from kvferry.execution.write import PushEvents, Write
+from kvferry.execution.push_digests import PartDigests, WrittenDigests
+from kvferry.execution.write import WriteEvents, Write
 from kvferry.handoff.holds import check_epoch, handle_of_transfer
 from kvferry.handoff.messages import (
     Announce,
@@ -31,16 +31,16 @@ from kvferry.handoff.messages import (
     EndPoint,
     Introduce,
     Noted,
-    Pushed,
-    PushFailed,
-    PushKey,
+    Written,
+    WriteFailed,
+    WriteKey,
     Question,
     Release,
     Revoke,
     Revoked,
 )
-from kvferry.handoff.push.part import Part
-from kvferry.handoff.push.sender import Prompt, PushRequest, Sender, no_longer_held
+from kvferry.handoff.part import Part
+from kvferry.handoff.source import Prompt, WriteRequest, SourceWrites, no_longer_held
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
@@ -101,12 +101,12 @@ class Writer:
         self._rank = rank
         self._deferred = DeferredActions(rank.order)
         self._peers = Peers(rank.client.trust)
-        self._sender = Sender()
+        self._sender = SourceWrites()
         self._lock = threading.Lock()
         self.destinations = Destinations(rank, epoch, meets=is_on_request)
         self._num_preemptions: dict[str, int] = {}
-        self._open: dict[PushKey, tuple[DestinationRank, int]] = {}
-        self._given_up: set[PushKey] = set()
+        self._open: dict[WriteKey, tuple[DestinationRank, int]] = {}
+        self._given_up: set[WriteKey] = set()
         self._num_open_blocks = self._num_open_bytes = 0
         self.spans, self._short_tokens = spans, short_tokens
         self.engine: EndPoint | None = None
@@ -284,7 +284,7 @@ class Writer:
         is_whole = goes_whole(question.num_tokens, is_computed=is_computed, short_tokens=self._short_tokens)
         part = part.as_whole() if is_whole else part.in_spans(self.spans.plans(plan))
         now = time.monotonic()
-        request = PushRequest(
+        request = WriteRequest(
             key,
             question.transfer_id,
             question.num_tokens,
@@ -305,13 +305,13 @@ class Writer:
             self._make_room(key)
             if key not in self._open:
                 raise _no_room()
-            events = PushEvents(request, self.spans.layers_of) if self._keeps_events else None
+            events = WriteEvents(request, self.spans.layers_of) if self._keeps_events else None
         # This connection and no later one, which may be over another transport.
         link = self.destinations.link(destination)
         self._rank.executor.submit(self._job(request, part, destination, link, events, digests))
         return link.name
 
-    def _make_room(self, newcomer: PushKey) -> None:
+    def _make_room(self, newcomer: WriteKey) -> None:
         """Give up pushes that wait for their prompts until no more are open than this rank takes, the ``newcomer``
         where no other is left or too many given up have not ended. The lock is held.
         """
@@ -323,7 +323,7 @@ class Writer:
                 self._close(key)
             self._given_up.update(key for key in surplus if key != newcomer)
 
-    def _surplus(self) -> list[PushKey] | None:
+    def _surplus(self) -> list[WriteKey] | None:
         """Return which of the pushes that wait for their prompts go: of too many the one that came first, of too many
         blocks the one with most, of too many bytes those to the destination with the largest introduction. None where
         all have room.
@@ -340,7 +340,7 @@ class Writer:
             return [key for key, each in destinations.items() if each is largest]
         return None
 
-    def _close(self, key: PushKey) -> None:
+    def _close(self, key: WriteKey) -> None:
         """The push is over, or given up: it needs no room any more. The lock is held."""
         if (opened := self._open.pop(key, None)) is None:
             return
@@ -351,7 +351,7 @@ class Writer:
             self._num_open_bytes -= destination.num_bytes
 
     def _known_by(self, question: Announce, now: float) -> float | None:
-        """Return when the prompt must be known, as in :class:`PushRequest`: one that is held, at once or soon."""
+        """Return when the prompt must be known, as in :class:`WriteRequest`: one that is held, at once or soon."""
         return now + min(question.late_seconds, LATE_WORD_SECONDS) if self._is_on_request else None
 
     def _digests(
@@ -363,15 +363,15 @@ class Writer:
             return None
         check_kept(self._kept, wanted)
         cells = destination.cells(plan, wanted, is_sliced=question.is_sliced)
-        return WrittenDigests(PushDigests(cells, part.announced, question.key))
+        return WrittenDigests(PartDigests(cells, part.announced, question.key))
 
     def _job(
         self,
-        request: PushRequest,
+        request: WriteRequest,
         part: Part,
         destination: DestinationRank,
         link: Connecting | Link,
-        events: PushEvents | None,
+        events: WriteEvents | None,
         digests: WrittenDigests | None,
     ) -> Write:
         return Write(
@@ -402,7 +402,7 @@ class Writer:
 
     def _report(
         self,
-        request: PushRequest,
+        request: WriteRequest,
         part: Part,
         destination: DestinationRank,
         result: JobResult,
@@ -420,16 +420,16 @@ class Writer:
         if error is not None:
             logger.warning("kvferry: push %d to %s failed: %s", key.number, key.receiver, error, peer=key.receiver)
         index, where = destination.source_index, destination.answers_at
-        report: Pushed | PushFailed
+        report: Written | WriteFailed
         if error is None:
             done = result.num_bytes, result.num_descriptors, result.transport, result.transfer_seconds
             encoded = b"" if digests is None else digests.encoded()
-            report = Pushed(key, index, part.digest, *done, encoded, request.adapter)
+            report = Written(key, index, part.digest, *done, encoded, request.adapter)
         elif may_land and destination.version < KNOWS_WHAT_MAY_LAND_SINCE:
             # It would take its blocks back. Its revocation is answered that this rank is not quiet.
             return
         else:
-            report = PushFailed.of(error, key=key, source_index=index, may_land="yes" if may_land else "no")
+            report = WriteFailed.of(error, key=key, source_index=index, may_land="yes" if may_land else "no")
         self._rank.client.tell(where.host, where.port, report, REPORT_SECONDS, is_trusted=self._rank.client.knows_peers)
 
     def _give_up(self, transfer_id: str) -> None:

@@ -233,7 +233,7 @@ class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
     epoch: Unsigned
 
 
-class PushKey(msgspec.Struct, frozen=True, order=True):
+class WriteKey(msgspec.Struct, frozen=True, order=True):
     """The name of one push to one destination rank, the ``receiver``, which uses each number once in an epoch.
 
     Replicas of an engine may share the name ``receiver``: only name and epoch together name a process. The number is
@@ -305,7 +305,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     """
 
     epoch: Unsigned
-    key: PushKey
+    key: WriteKey
     registration: Unsigned
     transfer_id: Identifier
     num_tokens: Unsigned
@@ -331,7 +331,7 @@ class Revoke(msgspec.Struct, frozen=True, tag="revoke", tag_field="type"):
     """The destination wants its blocks back: stop writing. Asked again until the answer says ``is_quiet``."""
 
     epoch: Unsigned
-    key: PushKey
+    key: WriteKey
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
@@ -346,7 +346,7 @@ class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
     may_land: bool = False
 
 
-class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
+class Written(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
     """A source reports that its whole part has landed; ``digest`` is that of the announcement.
 
     ``digests`` are those of the bytes that the announcement asks for, 8 bytes each (see
@@ -355,7 +355,7 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
     descriptors, transport and seconds of transfer.
     """
 
-    key: PushKey
+    key: WriteKey
     source_index: Unsigned
     digest: Identifier
     num_bytes: Unsigned
@@ -402,13 +402,13 @@ class HandshakeRefused(Failure, frozen=True, kw_only=True, tag="handshake-refuse
     sender: Identifier
 
 
-class PushFailed(Failure, frozen=True, kw_only=True, tag="push-failed", tag_field="type"):
+class WriteFailed(Failure, frozen=True, kw_only=True, tag="push-failed", tag_field="type"):
     """A source reports that it gave a push up and writes no more.
 
     ``may_land`` says whether a write has failed in a connection that may still deliver it; version 9 does not say.
     """
 
-    key: PushKey
+    key: WriteKey
     source_index: Unsigned
     may_land: Literal["unsaid", "no", "yes"] = "unsaid"
 
@@ -429,8 +429,8 @@ Question = (
     | Met
     | Announce
     | Revoke
-    | Pushed
-    | PushFailed
+    | Written
+    | WriteFailed
 )
 Answer = Directory | Renewed | Draining | Noted | Announced | Revoked | Refusal
 

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvferry.errors import KVFerryError
 from kvferry.execution.guard_words import Held
 from kvferry.handoff.messages import EndPoint, Handle, Identity
-from kvferry.handoff.push.sender import Prompt
+from kvferry.handoff.source import Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.plan.request import GroupBlocks
 
@@ -21,7 +21,7 @@ MAX_HELD_REQUESTS = 16384
 
 
 @dataclass(frozen=True, slots=True)
-class PushedPrompt:
+class AnnouncedPrompt:
     """A prompt to be pushed: its transfer id, the router's or a guard word, and what both engines compare: tokens,
     digest, and the digest of its adapter's weights, empty where there is none.
     """
@@ -49,7 +49,7 @@ class PromptLoad:
     num_tokens: int = 0
     blocks: tuple[GroupBlocks, ...] = ()
     error: KVFerryError | None = None
-    pushed: PushedPrompt | None = None
+    pushed: AnnouncedPrompt | None = None
     is_late: bool = False
     is_optional: bool = False
 

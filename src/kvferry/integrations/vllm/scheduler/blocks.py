@@ -11,7 +11,7 @@ import numpy as np
 
 from kvferry.arrays import Integers
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.push.sender import BlockList
+from kvferry.handoff.source import BlockList
 from kvferry.layout.group import CacheKind
 from kvferry.plan.request import GroupBlocks, first_token_to_move
 

@@ -97,7 +97,7 @@ class RemoteParams(msgspec.Struct, frozen=True):
         return RemoteHold(*where, handle, is_trusted)
 
 
-class PushParams(msgspec.Struct, frozen=True):
+class TransferParams(msgspec.Struct, frozen=True):
     """The fields of a router that speaks Mooncake's protocol; others are ignored."""
 
     transfer_id: Name
@@ -105,7 +105,7 @@ class PushParams(msgspec.Struct, frozen=True):
     remote_bootstrap_addr: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
-def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
+def parse_push_params(params: Mapping[str, Any], request_id: str) -> TransferParams:
     """Return the push that ``kv_transfer_params`` name, or the request's id where the router puts the address there.
 
     Raises :class:`HandoffError` (malformed-message).
@@ -114,7 +114,7 @@ def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
     if given.get("remote_engine_id") is None and (found := decode_request_id(request_id)) is not None:
         given["remote_bootstrap_addr"], given["remote_engine_id"] = found
     try:
-        return msgspec.convert(given, PushParams)
+        return msgspec.convert(given, TransferParams)
     except NOT_OF_THE_SCHEMA as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,

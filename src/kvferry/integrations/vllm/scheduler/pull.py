@@ -35,7 +35,7 @@ from kvferry.integrations.vllm.scheduler.params import (
 )
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
 from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapter
-from kvferry.integrations.vllm.step import PromptLoad, PushedPrompt
+from kvferry.integrations.vllm.step import PromptLoad, AnnouncedPrompt
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class PullDestination(Destination):
         state.leases.running_lease(request_id)
         num_tokens, seconds = end_token - first_token, state.settings.load_seconds
         # Adapters are compared above: the source knows that of the word's prompt.
-        pushed = PushedPrompt(transfer_id_of(held.word), end_token, digest)
+        pushed = AnnouncedPrompt(transfer_id_of(held.word), end_token, digest)
         return PromptLoad(request_id, seconds, hold, held, num_tokens, blocks, pushed=pushed, is_late=ferry.is_late)
 
     def finish(self, request_id: str) -> None:

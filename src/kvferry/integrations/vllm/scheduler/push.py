@@ -12,17 +12,17 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH
-from kvferry.handoff.push.sender import END, Prompt
+from kvferry.handoff.source import END, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.versions import OURS
 from kvferry.handoff.wire.addresses import in_url
 from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Offer, id_in_epoch, query, signed
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows, held_blocks
-from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params, prompt_digest, token_ids_of
+from kvferry.integrations.vllm.scheduler.params import TransferParams, parse_push_params, prompt_digest, token_ids_of
 from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
 from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapter
 from kvferry.integrations.vllm.scheduler.router_beacon import FORGOTTEN_SECONDS, RouterBeacon, encode_zmq_address
-from kvferry.integrations.vllm.step import PromptLoad, PushedPrompt
+from kvferry.integrations.vllm.step import PromptLoad, AnnouncedPrompt
 from kvferry.layout.group import CacheKind
 from kvferry.peer_log import PeerLog
 
@@ -204,7 +204,7 @@ class PushSource(Source):
 class _Expected(msgspec.Struct, frozen=True):
     """A request whose prompt is pushed here, and the offer of the prefill engine once it is known."""
 
-    params: PushParams
+    params: TransferParams
     offer: Offer | None = None
     is_trusted: bool = False
     """Whether a trusted key has signed the offer."""
@@ -298,7 +298,7 @@ class PushDestination(Destination):
         blocks = blocks_to_load(state.groups, sizes, tokens, None, block_ids)
         adapter = state.adapters.of(request).adapter
         digest = prompt_digest(request, end_token)
-        prompt = PushedPrompt(expected.params.transfer_id, end_token, digest, adapter.digest)
+        prompt = AnnouncedPrompt(expected.params.transfer_id, end_token, digest, adapter.digest)
         num_tokens = end_token - first_token
         timeout = state.settings.load_seconds
         return PromptLoad(request_id, timeout, expected.hold, None, num_tokens, blocks, pushed=prompt)

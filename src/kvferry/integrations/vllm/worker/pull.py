@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from kvferry.execution.announce import Announcer, PushedRequest, SourceRank
+from kvferry.execution.announce import Announcer, Announcement, SourceRank
 from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.digests import DigestTable
 from kvferry.execution.guard_words import GuardWords, StepWords
@@ -20,7 +20,7 @@ from kvferry.handoff.messages import DigestTable as TableEntry
 from kvferry.integrations.vllm.scheduler.blocks import group_name
 from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
-from kvferry.integrations.vllm.worker.push import PushEndPoint, make_writer
+from kvferry.integrations.vllm.worker.push import RankEndPoint, make_writer
 from kvferry.plan.layer_spans import LayerSpans
 
 
@@ -30,9 +30,9 @@ class PullSource(Source):
     def __init__(self, order: DeviceOrder, words: GuardWords, table: DigestTable | None = None) -> None:
         self._table = table
         self._step_words = StepWords(words, order, None if table is None else self._keep_digests)
-        self._end_point: PushEndPoint | None = None
+        self._end_point: RankEndPoint | None = None
 
-    def write_on_request(self, rank: Rank, end_point: PushEndPoint, digests: TableEntry | None) -> None:
+    def write_on_request(self, rank: Rank, end_point: RankEndPoint, digests: TableEntry | None) -> None:
         """Write held prompts from now on, whenever a destination announces its blocks at the end point.
 
         The rank tells nobody of a hold before its first step.
@@ -105,7 +105,7 @@ class PullDestination(Destination):
             self._rank.executor.submit(read)
             return
         pushed = order.pushed
-        request = PushedRequest(
+        request = Announcement(
             order.request_id,
             pushed.transfer_id,
             pushed.num_tokens,

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvferry.execution.announce import Announcer, PushedRequest, SourceRank
+from kvferry.execution.announce import Announcer, Announcement, SourceRank
 from kvferry.execution.device import Mark
 from kvferry.execution.writer import Writer
 from kvferry.handoff.holds import engine_drains
-from kvferry.handoff.messages import Answer, DigestTable, EndPoint, Met, Pushed, PushFailed, Question, Release
-from kvferry.handoff.push.sender import Prompt
+from kvferry.handoff.messages import Answer, DigestTable, EndPoint, Met, Written, WriteFailed, Question, Release
+from kvferry.handoff.source import Prompt
 from kvferry.handoff.wire.keys import Keys
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.step import EPOCH_BITS, PromptLoad, StepMetadata
@@ -19,7 +19,7 @@ from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.plan.layer_spans import LayerSpans
 
 
-class PushEndPoint:
+class RankEndPoint:
     """The control end point of a rank: its source part answers announcements, its destination part reports."""
 
     def __init__(self, host: str, reachable_host: str, ports: range, keys: Keys | None) -> None:
@@ -33,14 +33,14 @@ class PushEndPoint:
         self._server.close()
 
     def _answer(self, question: Question) -> Answer:
-        part = self.announcer if isinstance(question, Pushed | PushFailed | Met) else self.writer
+        part = self.announcer if isinstance(question, Written | WriteFailed | Met) else self.writer
         assert part is not None, "no peer knows this end point before both parts are there"
         return part.answer(question)
 
 
 def make_announcer(
     rank: Rank,
-    end_point: PushEndPoint,
+    end_point: RankEndPoint,
     answer_seconds: float,
     fence_seconds: float,
     keeps_events: bool,
@@ -60,7 +60,7 @@ def make_announcer(
 
 def make_writer(
     rank: Rank,
-    end_point: PushEndPoint,
+    end_point: RankEndPoint,
     spans: LayerSpans,
     *,
     keeps_events: bool,
@@ -87,7 +87,7 @@ class PushSource(Source):
     def __init__(
         self,
         rank: Rank,
-        end_point: PushEndPoint,
+        end_point: RankEndPoint,
         spans: LayerSpans,
         keeps_events: bool,
         digests: DigestTable | None = None,
@@ -138,7 +138,7 @@ class PushDestination(Destination):
     """Announces the blocks of a load to the source ranks, and waits until all have written their parts."""
 
     def __init__(
-        self, rank: Rank, end_point: PushEndPoint, answer_seconds: float, fence_seconds: float, keeps_events: bool
+        self, rank: Rank, end_point: RankEndPoint, answer_seconds: float, fence_seconds: float, keeps_events: bool
     ) -> None:
         self._rank = rank
         self._answer_seconds = answer_seconds
@@ -155,7 +155,7 @@ class PushDestination(Destination):
         assert order.pushed is not None
         deadline = time.monotonic() + order.timeout_seconds
         pushed = order.pushed
-        request = PushedRequest(
+        request = Announcement(
             order.request_id, pushed.transfer_id, pushed.num_tokens, pushed.digest, deadline, pushed.adapter
         )
         self.announcer.announce(request, partial(self._sources, order, launched_before))

@@ -34,7 +34,7 @@ from kvferry.integrations.vllm.worker.caches import register_caches
 from kvferry.integrations.vllm.worker.memory import memory_of
 from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
 from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
-from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint, PushSource, make_announcer
+from kvferry.integrations.vllm.worker.push import PushDestination, RankEndPoint, PushSource, make_announcer
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.group import CacheKind
 from kvferry.layout.shard import encode_shard
@@ -191,9 +191,9 @@ class WorkerRole:
         self._destination = PullDestination(rank, announcer, is_forced=settings.held_prompts == "write")
         return end_point.answers_at
 
-    def _open_end_point(self) -> PushEndPoint:
+    def _open_end_point(self) -> RankEndPoint:
         settings = self._settings
-        return PushEndPoint(settings.host, settings.reachable_host, settings.ports_of_ranks, self._trust.keys)
+        return RankEndPoint(settings.host, settings.reachable_host, settings.ports_of_ranks, self._trust.keys)
 
     @property
     def _may_write_held(self) -> bool:

@@ -1,6 +1,6 @@
 """One push as its destination rank decides it: which sources have written, and which may still be writing.
 
-Pure: messages and the time are inputs, :meth:`Receiving.due` returns what to do now. A push commits when every source
+Pure: messages and the time are inputs, :meth:`DestinationLoad.due` returns what to do now. A push commits when every source
 that the plan names has reported "done" with the digest of its announcement, and the bytes of every source, where the
 rank compares them, are right. Every other outcome is a failure. Then the destination asks each source that may have
 seen the announcement to stop. The push is over, and the engine may have the blocks back, when each of these sources has
@@ -56,14 +56,14 @@ OPEN_TO = frozenset({Source.ANNOUNCED, Source.BROKEN, Source.ENDED})
 """The states of a source of which bytes may still land."""
 
 
-class Receiving:
+class DestinationLoad:
     """One push; ``expected`` has, by the index of each source rank, the digest of the part that the source writes.
 
     A push that has failed asks for a fence against each source that has not confirmed that it stopped: after
     ``fence_seconds``, at once where its process has ended, and from a time that :meth:`broke` names where its write has
     failed. A fence that the driver refuses is asked for again only where the source breaks or ends later.
 
-    >>> push = Receiving("r", {0: "a", 1: "b"}, deadline=30.0)
+    >>> push = DestinationLoad("r", {0: "a", 1: "b"}, deadline=30.0)
     >>> [(action.step.name, action.source) for action in push.due(now=0.0)]
     [('ANNOUNCE', 0), ('ANNOUNCE', 1)]
     >>> [push.announcing(source) for source in (0, 1)] and push.done(0, "a")

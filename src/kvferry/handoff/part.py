@@ -10,7 +10,7 @@ import numpy as np
 from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import AnnouncedBlocks
-from kvferry.handoff.push.sender import Batch, BlockList, Cut, Need
+from kvferry.handoff.source import Batch, BlockList, Cut, Need
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.plan.layer_spans import Span, SpanPlans
 from kvferry.plan.planner import GroupPlan, PairPlan

@@ -1,12 +1,12 @@
 """Pushes as the source rank decides them: which tokens are computed, in flight and landed, and which are announced.
 
-Pure: the engine's progress, messages and the time are inputs. A :class:`Sending` is one push. Its tokens lie in
+Pure: the engine's progress, messages and the time are inputs. A :class:`SourceWrite` is one push. Its tokens lie in
 *spans*: all layers of one cache group, or the layers that a push sends together. The engine says up to which token each
 span is final; the next batch takes all tokens that are final, announced and not sent, so that a source that falls
 behind sends fewer and larger batches, and no queue grows. One batch is in flight at a time: after a preemption two
 batches never write the same bytes.
 
-A :class:`Sender` is all pushes of one rank. The transfer id that the router gave both engines joins a prompt and an
+A :class:`SourceWrites` is all pushes of one rank. The transfer id that the router gave both engines joins a prompt and an
 announcement, whichever comes first. The first batch of a late announcement takes all tokens computed so far. Not
 thread-safe: the caller holds a lock.
 """
@@ -21,7 +21,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.adapters import NO_ADAPTER, Adapter, compare_adapters
-from kvferry.handoff.messages import Bounded, PushKey
+from kvferry.handoff.messages import Bounded, WriteKey
 from kvferry.handoff.pull_read import not_held, wrong_parameters
 from kvferry.plan.layer_spans import Span
 
@@ -52,7 +52,7 @@ Batch = tuple[Cut, ...]
 NOTHING_CHANGED: Mapping[str, int] = MappingProxyType({})
 
 
-class PushState(Enum):
+class WriteState(Enum):
     """Where a push stands."""
 
     OPEN = "pushing"
@@ -60,12 +60,12 @@ class PushState(Enum):
     OVER = "over"
 
 
-class Sending:
+class SourceWrite:
     """One push; ``error`` is None while the push is open and once it is complete. ``may_land`` says whether bytes of
     a batch that failed may land even once the push is over.
 
     >>> span = Span("full")
-    >>> push = Sending("r", {span: Need(0, 40, 16)}, deadline=30.0)
+    >>> push = SourceWrite("r", {span: Need(0, 40, 16)}, deadline=30.0)
     >>> push.take({span: 39}), push.take({span: END}), push.landed(), push.take({span: END})
     ((Cut(span=Span(group='full', number=0), first_token=0, end_token=32),), (), True, \
 (Cut(span=Span(group='full', number=0), first_token=32, end_token=40),))
@@ -80,7 +80,7 @@ class Sending:
         self._reached = {span: need.first_token for span, need in needs.items()}
         self._in_flight: Batch = ()
         self._is_void = False
-        self.state = PushState.OPEN
+        self.state = WriteState.OPEN
         self.error: KVFerryError | None = None
         self.may_land = False
         self._end_if_complete()
@@ -92,7 +92,7 @@ class Sending:
 
     def take(self, final: Mapping[Span, int]) -> Batch:
         """Return the next batch, which is in flight from now on; empty while another one is or none is final."""
-        if self.state is not PushState.OPEN or self._in_flight:
+        if self.state is not WriteState.OPEN or self._in_flight:
             return ()
         cuts = [Cut(span, begin, self._ready(span, final.get(span, 0))) for span, begin in self._reached.items()]
         self._in_flight = tuple(cut for cut in cuts if cut.end_token > cut.first_token)
@@ -129,16 +129,16 @@ class Sending:
 
     def fail(self, error: KVFerryError) -> None:
         """Give up; the first error stays. The push is over once no batch is in flight."""
-        if self.state is PushState.OVER:
+        if self.state is WriteState.OVER:
             return
         if self.error is None:
             self.error = error.without_traceback()
-        self.state = PushState.STOPPING
+        self.state = WriteState.STOPPING
         self._settle()
 
     def tick(self, now: float) -> None:
         """Give up once the deadline has passed."""
-        if self.state is PushState.OPEN and now >= self._deadline:
+        if self.state is WriteState.OPEN and now >= self._deadline:
             self.fail(_late(self._transfer_id))
 
     def snapshot(self, now: float) -> dict[str, Any]:
@@ -158,14 +158,14 @@ class Sending:
         return max(self._reached[span], min(final, need.end_token) // need.multiple_of * need.multiple_of)
 
     def _settle(self) -> None:
-        if self.state is PushState.STOPPING and not self._in_flight:
-            self.state = PushState.OVER
-        elif self.state is PushState.OPEN:
+        if self.state is WriteState.STOPPING and not self._in_flight:
+            self.state = WriteState.OVER
+        elif self.state is WriteState.OPEN:
             self._end_if_complete()
 
     def _end_if_complete(self) -> None:
         if all(self._reached[span] == need.end_token for span, need in self._needs.items()):
-            self.state = PushState.OVER
+            self.state = WriteState.OVER
 
 
 def no_longer_held() -> HandoffError:
@@ -193,7 +193,7 @@ def _late(transfer_id: str) -> HandoffError:
     )
 
 
-def _compare_prompts(prompt: "Prompt", request: "PushRequest") -> None:
+def _compare_prompts(prompt: "Prompt", request: "WriteRequest") -> None:
     """Refuse an announcement for another prompt, or for another adapter. Raises :class:`HandoffError`."""
     if (prompt.num_tokens, prompt.digest) != (request.num_tokens, request.prompt_digest):
         raise HandoffError(
@@ -228,7 +228,7 @@ class BlockList(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True):
     """How far an engine has computed one prompt: its blocks by cache group, and the tokens final in every layer.
 
-    ``num_final`` is :data:`kvferry.handoff.push.sender.END` once the prompt has been computed to its end.
+    ``num_final`` is :data:`kvferry.handoff.source.END` once the prompt has been computed to its end.
     """
 
     num_tokens: int
@@ -238,10 +238,10 @@ class Prompt(msgspec.Struct, frozen=True):
     adapter: Adapter = NO_ADAPTER
 
 
-class PushRequest(msgspec.Struct, frozen=True):
+class WriteRequest(msgspec.Struct, frozen=True):
     """The announcement of one destination rank. ``deadline`` is on this rank's clock."""
 
-    key: PushKey
+    key: WriteKey
     transfer_id: str
     num_tokens: int
     prompt_digest: str
@@ -254,18 +254,18 @@ class PushRequest(msgspec.Struct, frozen=True):
 
 class Outcome(msgspec.Struct, frozen=True):
     """How a push ended; ``error``, without a traceback, is None for a push that landed whole. ``may_land`` is that of
-    :class:`Sending`.
+    :class:`SourceWrite`.
     """
 
     error: KVFerryError | None
     may_land: bool = False
 
 
-class Sender:
+class SourceWrites:
     """All pushes of one rank.
 
-    >>> sender, key, span = Sender(), PushKey("d/0", 7, 1), Span("0")
-    >>> sender.announce(PushRequest(key, "x", 32, "p", {span: Need(0, 32, 16)}, deadline=9.0), now=0.0)
+    >>> sender, key, span = SourceWrites(), WriteKey("d/0", 7, 1), Span("0")
+    >>> sender.announce(WriteRequest(key, "x", 32, "p", {span: Need(0, 32, 16)}, deadline=9.0), now=0.0)
     True
     >>> sender.take(key), sender.compute("x", Prompt(32, "p", {}, num_final=16))
     ((), None)
@@ -280,15 +280,15 @@ class Sender:
         self._running: dict[str, Prompt] = {}
         self._done_spans: set[Span] = set()
         self._wanted_spans: set[Span] = set()
-        self._pushes: dict[PushKey, Sending] = {}
-        self._requests: dict[PushKey, PushRequest] = {}
-        self._requests_of: dict[str, set[PushKey]] = {}
+        self._pushes: dict[WriteKey, SourceWrite] = {}
+        self._requests: dict[WriteKey, WriteRequest] = {}
+        self._requests_of: dict[str, set[WriteKey]] = {}
         self._ended: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
         self._may_return: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
         # Apart, since pushes that a stranger announces and revokes fill the first and must not let others be forgotten.
-        self._outcomes: Bounded[PushKey, Outcome] = Bounded(MAX_REMEMBERED)
-        self._may_land: Bounded[PushKey, Outcome] = Bounded(MAX_REMEMBERED)
-        self._revoked: OrderedDict[PushKey, float] = OrderedDict()
+        self._outcomes: Bounded[WriteKey, Outcome] = Bounded(MAX_REMEMBERED)
+        self._may_land: Bounded[WriteKey, Outcome] = Bounded(MAX_REMEMBERED)
+        self._revoked: OrderedDict[WriteKey, float] = OrderedDict()
         """When pushes were revoked that were never announced, the oldest first."""
 
     @property
@@ -354,7 +354,7 @@ class Sender:
 
     # Messages of destinations.
 
-    def announce(self, request: PushRequest, now: float) -> bool:
+    def announce(self, request: WriteRequest, now: float) -> bool:
         """Begin a push; return False, and do nothing, for an announcement that is known.
 
         Raises the :class:`KVFerryError` with which the push or the prompt has ended, such as an earlier revocation's.
@@ -374,18 +374,18 @@ class Sender:
         self._requests[key] = request
         self._requests_of.setdefault(request.transfer_id, set()).add(key)
         self._wanted_spans |= request.needs.keys()
-        self._pushes[key] = Sending(request.transfer_id, request.needs, request.deadline)
+        self._pushes[key] = SourceWrite(request.transfer_id, request.needs, request.deadline)
         self._check_prompt(key)
         self._record_outcome(key)
         return True
 
-    def refuse(self, key: PushKey, error: KVFerryError) -> None:
+    def refuse(self, key: WriteKey, error: KVFerryError) -> None:
         """An announcement was refused with ``error``: it never begins, and its revocation is one of a known push."""
         if key not in self._pushes and self.outcome(key) is None:
             kept = HandoffError(error.reason, error.message[:MOST_KEPT_TEXT], error.remedy[:MOST_KEPT_TEXT])
             self._outcomes[key] = Outcome(kept)
 
-    def revoke(self, key: PushKey, now: float) -> bool:
+    def revoke(self, key: WriteKey, now: float) -> bool:
         """Stop a push; return whether no byte of it lands any more: no batch is in flight, and none has failed in a
         connection that may still deliver it.
 
@@ -402,8 +402,8 @@ class Sender:
 
     # The job that writes.
 
-    def take(self, key: PushKey) -> Batch:
-        """Return the next batch of this push, as :meth:`Sending.take`."""
+    def take(self, key: WriteKey) -> Batch:
+        """Return the next batch of this push, as :meth:`SourceWrite.take`."""
         push, request = self._pushes.get(key), self._requests.get(key)
         prompt = None if request is None else self._prompts.get(request.transfer_id)
         if push is None or prompt is None or request is None:
@@ -418,36 +418,36 @@ class Sender:
         prompt = self._prompts.get(transfer_id)
         return prompt is not None and prompt.num_final >= END
 
-    def prompt_of(self, key: PushKey) -> Prompt | None:
+    def prompt_of(self, key: WriteKey) -> Prompt | None:
         """Return how far the push's prompt has been computed."""
         request = self._requests.get(key)
         return None if request is None else self._prompts.get(request.transfer_id)
 
-    def awaits_prompt(self, key: PushKey) -> bool:
+    def awaits_prompt(self, key: WriteKey) -> bool:
         """Return whether an open push has nothing to write, since its prompt is not known."""
         push = self._pushes.get(key)
         return push is not None and not push.is_writing and self.prompt_of(key) is None
 
-    def landed(self, key: PushKey, changed: Mapping[str, int] = NOTHING_CHANGED) -> bool:
-        """The batch in flight has landed, as :meth:`Sending.landed`; return whether it counts."""
+    def landed(self, key: WriteKey, changed: Mapping[str, int] = NOTHING_CHANGED) -> bool:
+        """The batch in flight has landed, as :meth:`SourceWrite.landed`; return whether it counts."""
         push = self._pushes.get(key)
         counts = push is not None and push.landed(changed)
         self._record_outcome(key)
         return counts
 
-    def stopped(self, key: PushKey, error: KVFerryError | None, *, may_land: bool = False) -> None:
-        """The batch in flight has ended without landing whole, as :meth:`Sending.stopped`."""
+    def stopped(self, key: WriteKey, error: KVFerryError | None, *, may_land: bool = False) -> None:
+        """The batch in flight has ended without landing whole, as :meth:`SourceWrite.stopped`."""
         if push := self._pushes.get(key):
             push.stopped(error, may_land=may_land)
             self._record_outcome(key)
 
-    def fail(self, key: PushKey, error: KVFerryError) -> None:
+    def fail(self, key: WriteKey, error: KVFerryError) -> None:
         """Give a push up."""
         if push := self._pushes.get(key):
             push.fail(error)
             self._record_outcome(key)
 
-    def tick(self, key: PushKey, now: float) -> None:
+    def tick(self, key: WriteKey, now: float) -> None:
         """Give the push up once its deadline has passed, or the time in which its prompt must have become known."""
         if push := self._pushes.get(key):
             if self._lacks_prompt(self._requests[key], now):
@@ -455,12 +455,12 @@ class Sender:
             push.tick(now)
             self._record_outcome(key)
 
-    def is_stopping(self, key: PushKey) -> bool:
+    def is_stopping(self, key: WriteKey) -> bool:
         """Return whether the batch in flight must be cancelled."""
         push = self._pushes.get(key)
-        return push is not None and push.state is PushState.STOPPING
+        return push is not None and push.state is WriteState.STOPPING
 
-    def outcome(self, key: PushKey) -> Outcome | None:
+    def outcome(self, key: WriteKey) -> Outcome | None:
         """Return how the push ended, once it is over."""
         if key in self._revoked:
             return Outcome(_revoked())
@@ -477,7 +477,7 @@ class Sender:
             "ended": sorted(self._ended),
         }
 
-    def _remember_revoked(self, key: PushKey, now: float) -> bool:
+    def _remember_revoked(self, key: WriteKey, now: float) -> bool:
         """Remember a push that was never announced as revoked, where there is room; return whether there is."""
         if len(self._revoked) >= MAX_REVOKED:
             if now - next(iter(self._revoked.values())) < REVOKED_SECONDS:
@@ -486,14 +486,14 @@ class Sender:
         self._revoked[key] = now
         return True
 
-    def _lacks_prompt(self, request: PushRequest, now: float) -> bool:
+    def _lacks_prompt(self, request: WriteRequest, now: float) -> bool:
         """Return whether the prompt should be known by now and is not."""
         return request.known_by is not None and now >= request.known_by and request.transfer_id not in self._prompts
 
-    def _keys_of(self, transfer_id: str) -> list[PushKey]:
+    def _keys_of(self, transfer_id: str) -> list[WriteKey]:
         return list(self._requests_of.get(transfer_id, ()))
 
-    def _check_prompt(self, key: PushKey) -> None:
+    def _check_prompt(self, key: WriteKey) -> None:
         request = self._requests[key]
         prompt = self._prompts.get(request.transfer_id)
         if prompt is None:
@@ -504,15 +504,15 @@ class Sender:
             self._pushes[key].fail(error)
             self._record_outcome(key)
 
-    def _record_outcome(self, key: PushKey) -> None:
+    def _record_outcome(self, key: WriteKey) -> None:
         push = self._pushes.get(key)
-        if push is not None and push.state is PushState.OVER:
+        if push is not None and push.state is WriteState.OVER:
             del self._pushes[key]
             self._forget_request(self._requests.pop(key))
             kept = self._may_land if push.may_land else self._outcomes
             kept[key] = Outcome(push.error, push.may_land)
 
-    def _forget_request(self, request: PushRequest) -> None:
+    def _forget_request(self, request: WriteRequest) -> None:
         keys = self._requests_of[request.transfer_id]
         keys.discard(request.key)
         if not keys:
