@@ -105,7 +105,7 @@ class Landed:
 
 def pushes(
     move: Move, destination: Shard, wanted: Integrity, arena: Arena, selector: int = 0, **more: Any
-) -> list[Written]:
+) -> list[Landed]:
     asked = move.of(destination)
     return [Landed(plan, asked, wanted, arena, **more) for plan in plans_of(move.sources, destination, selector)]
 
@@ -161,7 +161,7 @@ def check_pushes(move: Move, selector: int, seed: int, steps: list[int], layers_
             rank.restore(before)
 
 
-def mismatch(pushed: Written) -> HandoffError | None:
+def mismatch(pushed: Landed) -> HandoffError | None:
     try:
         pushed.compare()
     except HandoffError as error:
