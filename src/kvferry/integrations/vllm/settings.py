@@ -319,7 +319,7 @@ def _choices(kind: type[msgspec.Struct], error: str) -> str:
     """Return the values that the setting of a validation error may have, where they are few words.
 
     >>> _choices(Settings, "Invalid enum value 'ful' - at `$.integrity`")
-    "Use 'auto' or 'off' or 'sample' or 'full'. "
+    "Use 'auto' or 'full' or 'off' or 'sample'. "
     """
     name = error.rpartition("`$.")[2].rstrip("`")
     information = msgspec.inspect.type_info(kind)
