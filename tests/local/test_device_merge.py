@@ -22,7 +22,7 @@ from kvferry.execution import stage as staging
 from kvferry.execution.device import CudaOrder
 from kvferry.execution.device_merge import TILE_BITS, element_width, merge_table, prepare
 from kvferry.execution.stage import put_in_place
-from kvferry.plan.staging.scatter import Merge
+from kvferry.execution.device_merge import Merge
 
 from .fake_cuda import FakeCuda
 

@@ -1,11 +1,12 @@
-"""One push as its destination rank decides it: which sources have written, and which may still be writing.
+"""One load as its destination rank decides it: which sources have written, and which may still be writing.
 
-Pure: messages and the time are inputs, :meth:`DestinationLoad.due` returns what to do now. A push commits when every source
-that the plan names has reported "done" with the digest of its announcement, and the bytes of every source, where the
-rank compares them, are right. Every other outcome is a failure. Then the destination asks each source that may have
-seen the announcement to stop. The push is over, and the engine may have the blocks back, when each of these sources has
-acknowledged that it stopped, has reported "done" or that it gave up, has provably ended together with all that it had
-sent, or is behind a *fence*: the destination's memory is closed for it.
+Pure: messages and the time are inputs, :meth:`DestinationLoad.due` returns what to do now. A load commits when every
+source that the plan names has reported "done" with the digest of its announcement, and the bytes of every source, where
+the rank compares them, are right. A source that has answered and not reported is asked again: its report may be lost.
+Every other outcome is a failure. Then the destination asks each source that may have seen the announcement to stop. The
+load is over, and the engine may have the blocks back, when each of these sources has acknowledged that it stopped, has
+reported "done" or that it gave up, has provably ended together with all that it had sent, or is behind a *fence*: the
+destination's memory is closed for it.
 
 A connection that is refused, and another process that answers at a source's address, prove nothing: a firewall answers
 the same, and bytes of a process that has ended may still lie in the buffers of a connection. So may those of a write
@@ -17,9 +18,14 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.handoff.holds import is_of_hold
+from kvferry.handoff.messages import EndPoint
+from kvferry.handoff.wire.addresses import in_url
 
 REVOKE_SECONDS = 0.05
 """Seconds from an answer that says "still writing" to the next revocation."""
+ASK_AGAIN_SECONDS = 2.0
+"""Seconds from an answer to an announcement to the next question whether the write is over."""
 CHECK_ALIVE_SECONDS = 1.0
 """Seconds between two checks that a source which may be writing is alive."""
 
@@ -28,6 +34,7 @@ class Step(Enum):
     """What a destination does about one source."""
 
     ANNOUNCE = "announce the blocks"
+    ASK_AGAIN = "announce the same blocks again, to learn whether the write is over"
     REVOKE = "ask the source to write no more"
     CHECK_ALIVE = "check that the source is alive"
     FENCE = "close this rank's memory for the source"
@@ -57,27 +64,37 @@ OPEN_TO = frozenset({Source.ANNOUNCED, Source.BROKEN, Source.ENDED})
 
 
 class DestinationLoad:
-    """One push; ``expected`` has, by the index of each source rank, the digest of the part that the source writes.
+    """One load of the hold ``transfer_id``; ``expected`` has, by the index of each source rank, the digest of the part
+    that the source writes, and ``answers_at`` where each of them answers.
 
-    A push that has failed asks for a fence against each source that has not confirmed that it stopped: after
+    A load that has failed asks for a fence against each source that has not confirmed that it stopped: after
     ``fence_seconds``, at once where its process has ended, and from a time that :meth:`broke` names where its write has
     failed. A fence that the driver refuses is asked for again only where the source breaks or ends later.
 
-    >>> push = DestinationLoad("r", {0: "a", 1: "b"}, deadline=30.0)
-    >>> [(action.step.name, action.source) for action in push.due(now=0.0)]
+    >>> where = EndPoint("10.0.0.1", 5601, 7)
+    >>> load = DestinationLoad("r", "x", {0: "a", 1: "b"}, {0: where, 1: where}, deadline=30.0)
+    >>> [(action.step.name, action.source) for action in load.due(now=0.0)]
     [('ANNOUNCE', 0), ('ANNOUNCE', 1)]
-    >>> [push.announcing(source) for source in (0, 1)] and push.done(0, "a")
-    >>> push.is_over, push.done(1, "b"), push.is_over, push.error
+    >>> [load.announcing(source) for source in (0, 1)] and load.done(0, "a")
+    >>> load.is_over, load.done(1, "b"), load.is_over, load.error
     (False, None, True, None)
     """
 
     def __init__(
-        self, request_id: str, expected: Mapping[int, str], deadline: float, fence_seconds: float = 60.0
+        self,
+        request_id: str,
+        transfer_id: str,
+        expected: Mapping[int, str],
+        answers_at: Mapping[int, EndPoint],
+        deadline: float,
+        fence_seconds: float = 60.0,
     ) -> None:
-        self._request_id = request_id
+        self._request_id, self._transfer_id = request_id, transfer_id
         self._expected = dict(expected)
+        self._answers_at = dict(answers_at)
         self._deadline = deadline
         self._sources = dict.fromkeys(expected, Source.UNANNOUNCED)
+        self._ask_again_at: dict[int, float] = {}
         self._revoke_at: dict[int, float] = {}
         self._check_alive_at = 0.0
         self._fence_seconds = fence_seconds
@@ -93,7 +110,7 @@ class DestinationLoad:
 
     @property
     def writers(self) -> list[int]:
-        """Sources that may be writing; once the push has failed, each is asked to stop."""
+        """Sources that may be writing; once the load has failed, each is asked to stop."""
         return [index for index, source in self._sources.items() if source is Source.ANNOUNCED]
 
     @property
@@ -104,13 +121,17 @@ class DestinationLoad:
     def due(self, now: float) -> list[Action]:
         """Return what to do now, in order; gives up first if the deadline has passed.
 
-        ``ANNOUNCE`` is repeated until :meth:`announcing` is called, ``REVOKE`` after each :meth:`still_writing`;
+        ``ANNOUNCE`` is repeated until :meth:`announcing` is called, ``ASK_AGAIN`` comes after each :meth:`answered`,
+        ``REVOKE`` after each :meth:`still_writing`;
         ``FENCE`` names each source that may still write, or whose bytes may still land, ``CHECK_ALIVE`` those of them
         that are not known to have ended.
         """
         self._tick(now)
         if self.error is None:
             actions = [Action(Step.ANNOUNCE, i) for i, source in self._sources.items() if source is Source.UNANNOUNCED]
+            due = [i for i in self.writers if now >= self._ask_again_at.get(i, float("inf"))]
+            self._ask_again_at |= dict.fromkeys(due, float("inf"))
+            actions += [Action(Step.ASK_AGAIN, i) for i in due]
         else:
             actions = [Action(Step.REVOKE, i) for i in self.writers if now >= self._revoke_at.get(i, 0.0)]
             self._revoke_at |= {action.source: float("inf") for action in actions}
@@ -129,11 +150,15 @@ class DestinationLoad:
         if self._sources[source] is Source.UNANNOUNCED:
             self._sources[source] = Source.ANNOUNCED
 
+    def answered(self, source: int, now: float) -> None:
+        """The source has taken the announcement, and has not reported: ask again."""
+        self._ask_again_at[source] = now + ASK_AGAIN_SECONDS
+
     def landed(self, source: int, digest: str) -> bool:
         """The source reports that its part has landed; return whether that is news.
 
-        The push counts the part with :meth:`done`; where the bytes are wrong, :meth:`fail` ends the push. A part other
-        than the announced one fails the push.
+        The load counts the part with :meth:`done`; where the bytes are wrong, :meth:`fail` ends the load. A part other
+        than the announced one fails the load.
         """
         if self._sources.get(source) not in OPEN_TO:
             return False
@@ -198,7 +223,7 @@ class DestinationLoad:
                 self.fail(_stopped(self._request_id, source))
 
     def fail(self, error: KVFerryError) -> None:
-        """Give up; the first error stays, and a committed push stays committed."""
+        """Give up; the first error stays, and a committed load stays committed."""
         if self.error is None and not self.is_over:
             self.error = error.without_traceback()
 
@@ -208,6 +233,7 @@ class DestinationLoad:
             "sources": {index: source.name.lower() for index, source in self._sources.items()},
             "error": None if self.error is None else self.error.reason.value,
             "deadline_in": self._deadline - now,
+            "ask_again_in": {index: max(0.0, at - now) for index, at in self._ask_again_at.items()},
             "revoke_in": {index: max(0.0, at - now) for index, at in self._revoke_at.items()},
             "fence_in": {index: max(0.0, at - now) for index, at in self._fence_at.items()},
         }
@@ -220,13 +246,28 @@ class DestinationLoad:
     def _tick(self, now: float) -> None:
         if now >= self._deadline and not self.is_over:
             missing = [index for index, source in self._sources.items() if source is not Source.DONE]
-            self.fail(_late(self._request_id, missing))
+            self.fail(self._late(missing))
+
+    def _late(self, missing: list[int]) -> HandoffError:
+        places = [self._answers_at[index] for index in missing]
+        where = ", ".join(f"{in_url(place.host)}:{place.port}" for place in places)
+        remedy = (
+            "Check the prefill engine's log, and that a firewall lets its hosts and this one reach each other: these "
+            "ports, this rank's own and those of the transport must be open."
+        )
+        if not is_of_hold(self._transfer_id):
+            remedy = f"Check that the router sent the prompt to the prefill engine too. {remedy}"
+        return HandoffError(
+            Reason.DEADLINE_EXCEEDED,
+            f"{self._request_id} was not written in time by the prefill ranks at {where}.",
+            f"{remedy} load_timeout_seconds sets the limit.",
+        )
 
 
 def _wrong_part(request_id: str, source: int, expected: str, found: str) -> HandoffError:
     return HandoffError(
         Reason.WRONG_SOURCE,
-        f"source rank {source} pushed part {found} of {request_id}, but part {expected} was announced.",
+        f"source rank {source} wrote part {found} of {request_id}, but part {expected} was announced.",
         "Run the same kvferry version on both sides.",
     )
 
@@ -234,14 +275,6 @@ def _wrong_part(request_id: str, source: int, expected: str, found: str) -> Hand
 def _stopped(request_id: str, source: int) -> HandoffError:
     return HandoffError(
         Reason.ABORTED,
-        f"source rank {source} stopped pushing {request_id} before it was done.",
+        f"source rank {source} stopped writing {request_id} before it was done.",
         "Send the prompt again; the prefill engine's log says why it stopped.",
-    )
-
-
-def _late(request_id: str, missing: list[int]) -> HandoffError:
-    return HandoffError(
-        Reason.DEADLINE_EXCEEDED,
-        f"{request_id} was not pushed in time by source ranks {missing}.",
-        "Check that the router sent the prompt to the prefill engine too; load_timeout_seconds sets the limit.",
     )

@@ -1,4 +1,4 @@
-"""The part of a push that one source rank writes, which both ranks derive from the same plan."""
+"""The part of a write that one source rank writes, which both ranks derive from the same plan."""
 
 import copy
 import hashlib
@@ -13,9 +13,8 @@ from kvferry.handoff.messages import AnnouncedBlocks
 from kvferry.handoff.source import Batch, BlockList, Cut, Need
 from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.plan.layer_spans import Span, SpanPlans
-from kvferry.plan.planner import GroupPlan, PairPlan
+from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staging.scatter import NOTHING
 
 NEVER = 1 << 61
 """A ``multiple_of`` larger than any token: for a state, final only with its prompt, and for a part sent whole."""
@@ -39,7 +38,7 @@ class Part:
     """The part of one request that a source rank of a plan writes.
 
     ``announced`` are the destination's blocks of the groups that this source serves, in the plan's order. ``spans`` has
-    the groups whose layers are pushed a span at a time; the destination need not know them.
+    the groups whose layers are written a span at a time; the destination need not know them.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class Part:
 
 def _check_ids(blocks: AnnouncedBlocks, group: CacheGroup) -> None:
     """Raise :class:`HandoffError` (invalid-request) for blocks that a cache does not have, or has once, and for tokens
-    that end before they begin: such a push would never end.
+    that end before they begin: such a write would never end.
     """
     if blocks.first_token > blocks.end_token:
         raise HandoffError(

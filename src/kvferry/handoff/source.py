@@ -1,13 +1,15 @@
-"""Pushes as the source rank decides them: which tokens are computed, in flight and landed, and which are announced.
+"""Writes as the source rank decides them: which tokens are computed, in flight and landed, and which are announced.
 
-Pure: the engine's progress, messages and the time are inputs. A :class:`SourceWrite` is one push. Its tokens lie in
-*spans*: all layers of one cache group, or the layers that a push sends together. The engine says up to which token each
-span is final; the next batch takes all tokens that are final, announced and not sent, so that a source that falls
+Pure: the engine's progress, messages and the time are inputs. A :class:`SourceWrite` is one write. Its tokens lie in
+*spans*: all layers of one cache group, or the layers that a write sends together. The engine says up to which token
+each span is final; the next batch takes all tokens that are final, announced and not sent, so that a source that falls
 behind sends fewer and larger batches, and no queue grows. One batch is in flight at a time: after a preemption two
 batches never write the same bytes.
 
-A :class:`SourceWrites` is all pushes of one rank. The transfer id that the router gave both engines joins a prompt and an
-announcement, whichever comes first. The first batch of a late announcement takes all tokens computed so far. Not
+A :class:`SourceWrites` is all writes of one rank. A transfer id joins a prompt and an announcement. A router gives its
+id to both engines, and either may come first. The id of a hold of this engine
+(:func:`kvferry.handoff.holds.transfer_of`) is known to those whom the engine has told it: the prompt is here already,
+or comes with the engine's next step. The first batch of a late announcement takes all tokens computed so far. Not
 thread-safe: the caller holds a lock.
 """
 
@@ -21,8 +23,8 @@ import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.adapters import NO_ADAPTER, Adapter, compare_adapters
+from kvferry.handoff.holds import is_of_hold
 from kvferry.handoff.messages import Bounded, WriteKey
-from kvferry.handoff.pull_read import not_held, wrong_parameters
 from kvferry.plan.layer_spans import Span
 
 END = 1 << 62
@@ -53,23 +55,23 @@ NOTHING_CHANGED: Mapping[str, int] = MappingProxyType({})
 
 
 class WriteState(Enum):
-    """Where a push stands."""
+    """Where a write stands."""
 
-    OPEN = "pushing"
+    OPEN = "writing"
     STOPPING = "waiting for the batch in flight"
     OVER = "over"
 
 
 class SourceWrite:
-    """One push; ``error`` is None while the push is open and once it is complete. ``may_land`` says whether bytes of
-    a batch that failed may land even once the push is over.
+    """One write; ``error`` is None while the write is open and once it is complete. ``may_land`` says whether bytes of
+    a batch that failed may land even once the write is over.
 
     >>> span = Span("full")
-    >>> push = SourceWrite("r", {span: Need(0, 40, 16)}, deadline=30.0)
-    >>> push.take({span: 39}), push.take({span: END}), push.landed(), push.take({span: END})
+    >>> write = SourceWrite("r", {span: Need(0, 40, 16)}, deadline=30.0)
+    >>> write.take({span: 39}), write.take({span: END}), write.landed(), write.take({span: END})
     ((Cut(span=Span(group='full', number=0), first_token=0, end_token=32),), (), True, \
 (Cut(span=Span(group='full', number=0), first_token=32, end_token=40),))
-    >>> push.landed(), push.state.value, push.error
+    >>> write.landed(), write.state.value, write.error
     (True, 'over', None)
     """
 
@@ -128,7 +130,7 @@ class SourceWrite:
         self._is_void = True
 
     def fail(self, error: KVFerryError) -> None:
-        """Give up; the first error stays. The push is over once no batch is in flight."""
+        """Give up; the first error stays. The write is over once no batch is in flight."""
         if self.state is WriteState.OVER:
             return
         if self.error is None:
@@ -168,12 +170,40 @@ class SourceWrite:
             self.state = WriteState.OVER
 
 
-def no_longer_held() -> HandoffError:
-    """Return the error of a prompt that was to be written on request and whose hold has ended."""
+CHECK_PARAMETERS = (
+    "Check that the router copies the prefill engine's kv_transfer_params unchanged into the request of the same "
+    "prompt, and that no client sets them."
+)
+
+
+def wrong_parameters(prompt: str, different: str) -> HandoffError:
+    """Return the error of a request whose parameters are not those of its ``prompt``; ``different`` names what is."""
+    return HandoffError(
+        Reason.WRONG_PARAMETERS,
+        f"the kv_transfer_params of {prompt} are not those of a prompt that the prefill engine holds: {different}.",
+        f"{CHECK_PARAMETERS} Then send the prompt again.",
+    )
+
+
+def not_held(prompt: str) -> HandoffError:
+    """Return the error of a ``prompt`` of which nothing is held: its parameters are wrong, or its hold has ended."""
     return HandoffError(
         Reason.SOURCE_CHANGED,
-        "the prefill engine no longer holds the announced prompt: its hold was released or has expired.",
-        "Send the prompt again; if this repeats, raise lease_seconds on the prefill side.",
+        f"the prefill engine holds nothing under the kv_transfer_params of {prompt}: they are not those of a prompt "
+        "that it holds, or that prompt's hold was released or has expired.",
+        f"{CHECK_PARAMETERS} Send the prompt again; if unchanged parameters of first loads fail so, raise "
+        "lease_seconds on the prefill side.",
+    )
+
+
+def no_longer_held(transfer_id: str) -> HandoffError:
+    """Return the error of a write of a prompt whose hold has ended."""
+    return HandoffError(
+        Reason.LEASE_EXPIRED,
+        f"the prefill engine no longer holds the blocks of {transfer_id}: the request was aborted or released, or its "
+        "lease ended.",
+        "Send the prompt again, from a router with a transfer id of its own. If this repeats under load, raise "
+        "lease_seconds on the prefill side.",
     )
 
 
@@ -181,14 +211,14 @@ def _revoked() -> HandoffError:
     return HandoffError(
         Reason.ABORTED,
         "the destination revoked its blocks.",
-        "The decode engine's log says why it gave the push up.",
+        "The decode engine's log says why it gave the load up.",
     )
 
 
 def _late(transfer_id: str) -> HandoffError:
     return HandoffError(
         Reason.DEADLINE_EXCEEDED,
-        f"the prompt of {transfer_id} was not pushed within the time that the destination gave.",
+        f"the prompt of {transfer_id} was not written within the time that the destination gave.",
         "load_timeout_seconds on the decode side sets the limit.",
     )
 
@@ -196,6 +226,9 @@ def _late(transfer_id: str) -> HandoffError:
 def _compare_prompts(prompt: "Prompt", request: "WriteRequest") -> None:
     """Refuse an announcement for another prompt, or for another adapter. Raises :class:`HandoffError`."""
     if (prompt.num_tokens, prompt.digest) != (request.num_tokens, request.prompt_digest):
+        if is_of_hold(request.transfer_id):
+            different = f"it holds another prompt, of {prompt.num_tokens} tokens; this one has {request.num_tokens}"
+            raise wrong_parameters(ANNOUNCED, different)
         raise HandoffError(
             Reason.INVALID_REQUEST,
             f"{request.key.receiver} announced blocks for {request.num_tokens} tokens of {request.transfer_id}, which "
@@ -208,14 +241,14 @@ def _compare_prompts(prompt: "Prompt", request: "WriteRequest") -> None:
 ANNOUNCED = "an announced prompt"
 """The prompt in errors of a source, which does not know the request of its destination."""
 MAX_REMEMBERED = 1 << 16
-"""Ended transfers and pushes that are remembered, so that a late message cannot begin them again."""
+"""Ended transfers and writes that are remembered, so that a late message cannot begin them again."""
 MAX_REVOKED = 1 << 15
-"""Pushes that are remembered as revoked and that nobody has announced."""
+"""Writes that are remembered as revoked and that nobody has announced."""
 MOST_KEPT_TEXT = 200
 """Characters of a refusal that are remembered: a stranger may have :data:`MAX_REMEMBERED` announcements refused."""
 REVOKED_SECONDS = 600.0
-"""How long the announcement of a push may come after its revocation, and how long no other revocation takes its room:
-revocations of pushes that nobody has announced cost a stranger nothing."""
+"""How long the announcement of a write may come after its revocation, and how long no other revocation takes its room:
+revocations of writes that nobody has announced cost a stranger nothing."""
 
 
 class BlockList(msgspec.Struct, frozen=True):
@@ -249,11 +282,12 @@ class WriteRequest(msgspec.Struct, frozen=True):
     deadline: float
     adapter: str = ""
     known_by: float | None = None
-    """When the prompt must be known here, on this rank's clock; None where it may become known until the deadline."""
+    """When the prompt of a hold of this engine must be known here, on this rank's clock; None for a router's transfer,
+    which may become known until the deadline."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a push ended; ``error``, without a traceback, is None for a push that landed whole. ``may_land`` is that of
+    """How a write ended; ``error``, without a traceback, is None for one that landed whole. ``may_land`` is that of
     :class:`SourceWrite`.
     """
 
@@ -262,16 +296,16 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class SourceWrites:
-    """All pushes of one rank.
+    """All writes of one rank.
 
-    >>> sender, key, span = SourceWrites(), WriteKey("d/0", 7, 1), Span("0")
-    >>> sender.announce(WriteRequest(key, "x", 32, "p", {span: Need(0, 32, 16)}, deadline=9.0), now=0.0)
+    >>> writes, key, span = SourceWrites(), WriteKey("d/0", 7, 1), Span("0")
+    >>> writes.announce(WriteRequest(key, "x", 32, "p", {span: Need(0, 32, 16)}, deadline=9.0), now=0.0)
     True
-    >>> sender.take(key), sender.compute("x", Prompt(32, "p", {}, num_final=16))
+    >>> writes.take(key), writes.compute("x", Prompt(32, "p", {}, num_final=16))
     ((), None)
-    >>> [cut.end_token for cut in sender.take(key)], sender.landed(key), sender.outcome(key)
+    >>> [cut.end_token for cut in writes.take(key)], writes.landed(key), writes.outcome(key)
     ([16], True, None)
-    >>> sender.end("x", HandoffError(Reason.ABORTED, "x was aborted.")), sender.outcome(key).error.reason.value
+    >>> writes.end("x", HandoffError(Reason.ABORTED, "x was aborted.")), writes.outcome(key).error.reason.value
     (None, 'aborted')
     """
 
@@ -280,21 +314,20 @@ class SourceWrites:
         self._running: dict[str, Prompt] = {}
         self._done_spans: set[Span] = set()
         self._wanted_spans: set[Span] = set()
-        self._pushes: dict[WriteKey, SourceWrite] = {}
+        self._open: dict[WriteKey, SourceWrite] = {}
         self._requests: dict[WriteKey, WriteRequest] = {}
         self._requests_of: dict[str, set[WriteKey]] = {}
         self._ended: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
-        self._may_return: Bounded[str, KVFerryError] = Bounded(MAX_REMEMBERED)
-        # Apart, since pushes that a stranger announces and revokes fill the first and must not let others be forgotten.
+        # Apart, since writes that a stranger announces and revokes fill the first and must not let others be forgotten.
         self._outcomes: Bounded[WriteKey, Outcome] = Bounded(MAX_REMEMBERED)
         self._may_land: Bounded[WriteKey, Outcome] = Bounded(MAX_REMEMBERED)
         self._revoked: OrderedDict[WriteKey, float] = OrderedDict()
-        """When pushes were revoked that were never announced, the oldest first."""
+        """When writes were revoked that were never announced, the oldest first."""
 
     @property
     def num_open(self) -> int:
-        """Pushes that are not over."""
-        return len(self._pushes)
+        """Writes that are not over."""
+        return len(self._open)
 
     # The engine's prompts.
 
@@ -316,7 +349,7 @@ class SourceWrites:
                 self._check_prompt(key)
 
     def reach(self, span: Span) -> bool:
-        """The layers of a span have run in this step, for every prompt; return whether a push needs the span."""
+        """The layers of a span have run in this step, for every prompt; return whether a write needs the span."""
         self._done_spans.add(span)
         return span in self._wanted_spans
 
@@ -334,33 +367,37 @@ class SourceWrites:
         self._prompts.pop(transfer_id, None)
         self._running.pop(transfer_id, None)
         for key in self._keys_of(transfer_id):
-            self._pushes[key].void()
+            self._open[key].void()
 
-    def end(self, transfer_id: str, error: KVFerryError, *, may_return: bool = False) -> None:
-        """The engine frees the prompt's blocks: pushes that still need them fail with ``error``.
-
-        Later announcements fail with it too; where the transfer ``may_return``, only until it does.
+    def end(self, transfer_id: str, error: KVFerryError) -> None:
+        """The engine frees the prompt's blocks: writes that still need them fail with ``error``, and so do later
+        announcements.
         """
         self._prompts.pop(transfer_id, None)
         self._running.pop(transfer_id, None)
-        if may_return:
-            self._may_return[transfer_id] = error.without_traceback()
-        else:
-            self._ended.setdefault(transfer_id, error.without_traceback())
-        for key in self._keys_of(transfer_id):
-            self._pushes[key].void()
-            self._pushes[key].fail(error)
-            self._record_outcome(key)
+        self._ended.setdefault(transfer_id, error.without_traceback())
+        self._fail_writes(transfer_id, error)
+
+    def fail_all(self, error: KVFerryError) -> None:
+        """The engine's cache was reset: every known prompt ends, and every write fails that waits for another one.
+
+        A router's transfer whose prompt is not known may still begin.
+        """
+        for transfer_id in list(self._prompts):
+            self.end(transfer_id, error)
+        for transfer_id in list(self._requests_of):
+            self._fail_writes(transfer_id, error)
 
     # Messages of destinations.
 
     def announce(self, request: WriteRequest, now: float) -> bool:
-        """Begin a push; return False, and do nothing, for an announcement that is known.
+        """Begin a write; return False, and do nothing, for an announcement that is known.
 
-        Raises the :class:`KVFerryError` with which the push or the prompt has ended, such as an earlier revocation's.
+        Raises the :class:`KVFerryError` with which the write or the prompt has ended, such as an earlier revocation's,
+        and wrong-parameters for a hold that should be known by now and is not.
         """
         key = request.key
-        if key in self._pushes:
+        if key in self._open:
             return False
         if (over := self.outcome(key)) is not None:
             if over.error is not None:
@@ -369,31 +406,30 @@ class SourceWrites:
         if (ended := self._ended.get(request.transfer_id)) is not None:
             raise ended.without_traceback()
         if self._lacks_prompt(request, now):
-            # No word is late here: one that was never held names no hold of this engine.
-            raise self._may_return.get(request.transfer_id, wrong_parameters(ANNOUNCED)).without_traceback()
+            raise wrong_parameters(ANNOUNCED, "it holds none of the generation that they name")
         self._requests[key] = request
         self._requests_of.setdefault(request.transfer_id, set()).add(key)
         self._wanted_spans |= request.needs.keys()
-        self._pushes[key] = SourceWrite(request.transfer_id, request.needs, request.deadline)
+        self._open[key] = SourceWrite(request.transfer_id, request.needs, request.deadline)
         self._check_prompt(key)
         self._record_outcome(key)
         return True
 
     def refuse(self, key: WriteKey, error: KVFerryError) -> None:
-        """An announcement was refused with ``error``: it never begins, and its revocation is one of a known push."""
-        if key not in self._pushes and self.outcome(key) is None:
+        """An announcement was refused with ``error``: it never begins, and its revocation is one of a known write."""
+        if key not in self._open and self.outcome(key) is None:
             kept = HandoffError(error.reason, error.message[:MOST_KEPT_TEXT], error.remedy[:MOST_KEPT_TEXT])
             self._outcomes[key] = Outcome(kept)
 
     def revoke(self, key: WriteKey, now: float) -> bool:
-        """Stop a push; return whether no byte of it lands any more: no batch is in flight, and none has failed in a
+        """Stop a write; return whether no byte of it lands any more: no batch is in flight, and none has failed in a
         connection that may still deliver it.
 
-        A push that was never announced is refused from now on; where too many such were revoked lately, this one is
+        A write that was never announced is refused from now on; where too many such were revoked lately, this one is
         not, and counts as in flight.
         """
-        if (push := self._pushes.get(key)) is not None:
-            push.fail(_revoked())
+        if (write := self._open.get(key)) is not None:
+            write.fail(_revoked())
             self._record_outcome(key)
         elif self.outcome(key) is None:
             return self._remember_revoked(key, now)
@@ -403,15 +439,15 @@ class SourceWrites:
     # The job that writes.
 
     def take(self, key: WriteKey) -> Batch:
-        """Return the next batch of this push, as :meth:`SourceWrite.take`."""
-        push, request = self._pushes.get(key), self._requests.get(key)
+        """Return the next batch of this write, as :meth:`SourceWrite.take`."""
+        write, request = self._open.get(key), self._requests.get(key)
         prompt = None if request is None else self._prompts.get(request.transfer_id)
-        if push is None or prompt is None or request is None:
+        if write is None or prompt is None or request is None:
             return ()
         final = dict.fromkeys(request.needs, prompt.num_final)
         if (running := self._running.get(request.transfer_id)) is not None:
             final |= dict.fromkeys(self._done_spans & final.keys(), running.num_final)
-        return push.take(final)
+        return write.take(final)
 
     def is_computed(self, transfer_id: str) -> bool:
         """Return whether the prompt has been computed to its end."""
@@ -419,66 +455,66 @@ class SourceWrites:
         return prompt is not None and prompt.num_final >= END
 
     def prompt_of(self, key: WriteKey) -> Prompt | None:
-        """Return how far the push's prompt has been computed."""
+        """Return how far the write's prompt has been computed."""
         request = self._requests.get(key)
         return None if request is None else self._prompts.get(request.transfer_id)
 
     def awaits_prompt(self, key: WriteKey) -> bool:
-        """Return whether an open push has nothing to write, since its prompt is not known."""
-        push = self._pushes.get(key)
-        return push is not None and not push.is_writing and self.prompt_of(key) is None
+        """Return whether an open write has nothing to write, since its prompt is not known."""
+        write = self._open.get(key)
+        return write is not None and not write.is_writing and self.prompt_of(key) is None
 
     def landed(self, key: WriteKey, changed: Mapping[str, int] = NOTHING_CHANGED) -> bool:
         """The batch in flight has landed, as :meth:`SourceWrite.landed`; return whether it counts."""
-        push = self._pushes.get(key)
-        counts = push is not None and push.landed(changed)
+        write = self._open.get(key)
+        counts = write is not None and write.landed(changed)
         self._record_outcome(key)
         return counts
 
     def stopped(self, key: WriteKey, error: KVFerryError | None, *, may_land: bool = False) -> None:
         """The batch in flight has ended without landing whole, as :meth:`SourceWrite.stopped`."""
-        if push := self._pushes.get(key):
-            push.stopped(error, may_land=may_land)
+        if write := self._open.get(key):
+            write.stopped(error, may_land=may_land)
             self._record_outcome(key)
 
     def fail(self, key: WriteKey, error: KVFerryError) -> None:
-        """Give a push up."""
-        if push := self._pushes.get(key):
-            push.fail(error)
+        """Give a write up."""
+        if write := self._open.get(key):
+            write.fail(error)
             self._record_outcome(key)
 
     def tick(self, key: WriteKey, now: float) -> None:
-        """Give the push up once its deadline has passed, or the time in which its prompt must have become known."""
-        if push := self._pushes.get(key):
+        """Give the write up once its deadline has passed, or the time in which its prompt must have become known."""
+        if write := self._open.get(key):
             if self._lacks_prompt(self._requests[key], now):
-                push.fail(self._may_return.get(self._requests[key].transfer_id, not_held(ANNOUNCED)))
-            push.tick(now)
+                write.fail(not_held(ANNOUNCED))
+            write.tick(now)
             self._record_outcome(key)
 
     def is_stopping(self, key: WriteKey) -> bool:
         """Return whether the batch in flight must be cancelled."""
-        push = self._pushes.get(key)
-        return push is not None and push.state is WriteState.STOPPING
+        write = self._open.get(key)
+        return write is not None and write.state is WriteState.STOPPING
 
     def outcome(self, key: WriteKey) -> Outcome | None:
-        """Return how the push ended, once it is over."""
+        """Return how the write ended, once it is over."""
         if key in self._revoked:
             return Outcome(_revoked())
         return self._may_land.get(key) or self._outcomes.get(key)
 
     def snapshot(self, now: float) -> dict[str, Any]:
-        """Return the state as plain data: prompts' final tokens, and each open push with its remaining seconds."""
+        """Return the state as plain data: prompts' final tokens, and each open write with its remaining seconds."""
         return {
             "prompts": {name: prompt.num_final for name, prompt in sorted(self._prompts.items())},
-            "pushes": {
-                f"{key.receiver} {key.receiver_epoch} {key.number}": push.snapshot(now)
-                for key, push in sorted(self._pushes.items())
+            "writes": {
+                f"{key.receiver} {key.receiver_epoch} {key.number}": write.snapshot(now)
+                for key, write in sorted(self._open.items())
             },
             "ended": sorted(self._ended),
         }
 
     def _remember_revoked(self, key: WriteKey, now: float) -> bool:
-        """Remember a push that was never announced as revoked, where there is room; return whether there is."""
+        """Remember a write that was never announced as revoked, where there is room; return whether there is."""
         if len(self._revoked) >= MAX_REVOKED:
             if now - next(iter(self._revoked.values())) < REVOKED_SECONDS:
                 return False
@@ -489,6 +525,12 @@ class SourceWrites:
     def _lacks_prompt(self, request: WriteRequest, now: float) -> bool:
         """Return whether the prompt should be known by now and is not."""
         return request.known_by is not None and now >= request.known_by and request.transfer_id not in self._prompts
+
+    def _fail_writes(self, transfer_id: str, error: KVFerryError) -> None:
+        for key in self._keys_of(transfer_id):
+            self._open[key].void()
+            self._open[key].fail(error)
+            self._record_outcome(key)
 
     def _keys_of(self, transfer_id: str) -> list[WriteKey]:
         return list(self._requests_of.get(transfer_id, ()))
@@ -501,16 +543,16 @@ class SourceWrites:
         try:
             _compare_prompts(prompt, request)
         except HandoffError as error:
-            self._pushes[key].fail(error)
+            self._open[key].fail(error)
             self._record_outcome(key)
 
     def _record_outcome(self, key: WriteKey) -> None:
-        push = self._pushes.get(key)
-        if push is not None and push.state is WriteState.OVER:
-            del self._pushes[key]
+        write = self._open.get(key)
+        if write is not None and write.state is WriteState.OVER:
+            del self._open[key]
             self._forget_request(self._requests.pop(key))
-            kept = self._may_land if push.may_land else self._outcomes
-            kept[key] = Outcome(push.error, push.may_land)
+            kept = self._may_land if write.may_land else self._outcomes
+            kept[key] = Outcome(write.error, write.may_land)
 
     def _forget_request(self, request: WriteRequest) -> None:
         keys = self._requests_of[request.transfer_id]
