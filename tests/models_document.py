@@ -15,7 +15,7 @@ from .matrix_results import REPOSITORY, Results
 from .small_models.weights import CONFIGS, names
 
 DOCUMENT = REPOSITORY / "docs" / "models.md"
-USES = ("planner", "identity", "views", "alone", "pull", "push", "offload")
+USES = ("planner", "identity", "views", "alone", "sequential", "concurrent", "offload")
 """The columns of a published model: what its tests try, in this order."""
 COLUMNS = ("model", *USES)
 WORKS = ("yes", "equal")
@@ -36,8 +36,8 @@ are made small, and every other field stays. Its weights are random, in the form
   TP 2 to TP 1 and from TP 1 to TP 2, and are compared there. This needs no engine and no kernel, so models are tried
   too that no engine on a CPU runs.
 * *alone*: an engine without a connector runs the small model; or why not.
-* *pull*: {num_prompts} prompts at once, from a prefill engine of TP 2 to a decode engine of TP 1.
-* *push*: the same in mode `push`.
+* *sequential*: {num_prompts} prompts at once, from a prefill engine of TP 2 to a decode engine of TP 1.
+* *concurrent*: the same, sent to both engines at once.
 * *offload*: an engine with offload ends, and the next one loads the prompts' blocks from the disk.
 
 In the last three columns *yes* means that the tokens equal those of *alone*. In every column *no* has the reason of

@@ -1,4 +1,4 @@
-"""A tiny router that sends a prompt to both engines at once."""
+"""A tiny router that sends a prompt to both engines at once, with the parameters of Mooncake's connector."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from .handoffs import Handoffs
 
 
 @dataclass(frozen=True)
-class Pushes(Handoffs):
+class ConcurrentHandoffs(Handoffs):
     """One pair of running engines behind a tiny router that sends to both at once."""
 
     def send(self, prompt: Sequence[int], max_tokens: int = 8, salt: str | None = None, **more: Any) -> list[list[int]]:
