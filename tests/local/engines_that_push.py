@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from kvferry.execution import announce
-from kvferry.execution.announce import Announcer, Announcement
+from kvferry.execution.destination import Announcer, Announcement
 from kvferry.execution.executor import Executor
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.pair_cells import pushed_digests
 from kvferry.execution.source_engines import Compares, SourceEngines
-from kvferry.execution.writer import Writer
+from kvferry.execution.source import Writer
 from kvferry.handoff.adapters import NO_ADAPTER, Adapter
 from kvferry.handoff.messages import PROTOCOL_VERSION, Answer, Directory, EndPoint, Handle, Noted, Question, RankEntry
 from kvferry.handoff.source import BlockList, Prompt

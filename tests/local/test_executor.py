@@ -17,13 +17,13 @@ import pytest
 from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
 from kvferry.execution import executor as executor_module
-from kvferry.execution.announce import AwaitedLoad
+from kvferry.execution.destination import AwaitedLoad
 from kvferry.execution.destinations import LOOK_SECONDS, Meeting
 from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.read import Guard, RankRead, Read
-from kvferry.execution.write import Write
+from kvferry.execution.source import Write
 from kvferry.handoff.guard_word import CLEARED, WORD_BYTES
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.pull_read import State

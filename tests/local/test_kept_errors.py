@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution.announce import AwaitedLoad, Announcement
+from kvferry.execution.destination import AwaitedLoad, Announcement
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Read

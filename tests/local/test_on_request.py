@@ -228,7 +228,7 @@ def test_a_word_that_never_comes_is_awaited_for_a_bounded_time(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever time the destination asks for."""
-    monkeypatch.setattr("kvferry.execution.writer.LATE_WORD_SECONDS", 0.4)
+    monkeypatch.setattr("kvferry.execution.source.LATE_WORD_SECONDS", 0.4)
     engine, [rank] = engines.open(filled_ranks(2), [Rank(0, 1)])
     held = engine.held(prompt_in(SOURCE))
     load(rank, engine, held, late_seconds=1e5)

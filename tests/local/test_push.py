@@ -15,11 +15,11 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution import announce, destinations, introductions, peers, writer
-from kvferry.execution.announce import Announcer
+from kvferry.execution.destination import Announcer
 from kvferry.execution.job import JobResult
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
-from kvferry.execution.writer import Writer
+from kvferry.execution.source import Writer
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution import announce, introductions
-from kvferry.execution.announce import Announcer, AwaitedLoad, Announcement, SourceRank
+from kvferry.execution.destination import Announcer, AwaitedLoad, Announcement, SourceRank
 from kvferry.execution.device import HOST, DeviceOrder
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase

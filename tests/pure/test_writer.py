@@ -17,8 +17,8 @@ from kvferry.execution.device import HOST
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase
 from kvferry.execution.own_rank import OwnRank
-from kvferry.execution.write import CHECK_ALIVE_SECONDS, Write
-from kvferry.execution.writer import KNOWS_WHAT_MAY_LAND_SINCE, LATE_WORD_SECONDS, Writer
+from kvferry.execution.source import CHECK_ALIVE_SECONDS, Write
+from kvferry.execution.source import KNOWS_WHAT_MAY_LAND_SINCE, LATE_WORD_SECONDS, Writer
 from kvferry.handoff.messages import (
     Announce,
     Announced,

@@ -14,7 +14,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.own_rank import OwnRank
-from kvferry.execution.push_digests import PartCells
+from kvferry.execution.digests import PartCells
 from kvferry.execution.route import Route
 from kvferry.handoff.handshake import compare_identities
 from kvferry.handoff.messages import Bounded, EndPoint, Introduce, Met, WriteKey

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.execution.announce import Announcer, AwaitedLoad, FindSources, Announcement
+from kvferry.execution.destination import Announcer, AwaitedLoad, FindSources, Announcement
 from kvferry.execution.digests import first_held
 from kvferry.execution.executor import QUIET_SECONDS
 from kvferry.execution.guard_words import Held, Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.read import Read
 from kvferry.execution.source_engines import SourceEngine
-from kvferry.execution.writer import Writer
+from kvferry.execution.source import Writer
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.peer_log import PeerLog

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.announce import SourceRank
+from kvferry.execution.destination import SourceRank
 from kvferry.execution.digests import PairDigests
 from kvferry.execution.guard_words import Held
 from kvferry.execution.pair_cells import check_kept
-from kvferry.execution.push_digests import PartCells
+from kvferry.execution.digests import PartCells
 from kvferry.execution.read import Guard, RankRead
 from kvferry.execution.route import Route
 from kvferry.execution.stage import Stage

@@ -7,14 +7,14 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from kvferry.execution.announce import Announcer, Announcement, SourceRank
+from kvferry.execution.destination import Announcer, Announcement, SourceRank
 from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.digests import DigestTable
 from kvferry.execution.guard_words import GuardWords, StepWords
 from kvferry.execution.on_request import HeldRequest, HeldWrites, OnRequest, transfer_id_of
 from kvferry.execution.read import RankRead, Read
 from kvferry.execution.source_engines import SourceEngine
-from kvferry.execution.writer import LATE_WORD_SECONDS
+from kvferry.execution.source import LATE_WORD_SECONDS
 from kvferry.handoff.guard_word import HeldPrompt
 from kvferry.handoff.messages import DigestTable as TableEntry
 from kvferry.integrations.vllm.scheduler.blocks import group_name

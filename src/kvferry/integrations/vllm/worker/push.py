@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kvferry.execution.announce import Announcer, Announcement, SourceRank
+from kvferry.execution.destination import Announcer, Announcement, SourceRank
 from kvferry.execution.device import Mark
-from kvferry.execution.writer import Writer
+from kvferry.execution.source import Writer
 from kvferry.handoff.holds import engine_drains
 from kvferry.handoff.messages import Answer, DigestTable, EndPoint, Met, Written, WriteFailed, Question, Release
 from kvferry.handoff.source import Prompt

@@ -18,7 +18,7 @@ from kvferry.execution.introductions import Introductions, unreachable
 from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
-from kvferry.execution.push_digests import PER_ADVANCE, PartDigests, PartCells
+from kvferry.execution.digests import PER_ADVANCE, PartDigests, PartCells
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     Announce,
