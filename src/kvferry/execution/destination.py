@@ -1,7 +1,7 @@
-"""Pushes to one destination rank: it introduces itself to source ranks, announces blocks and takes their reports.
+"""Loads of one destination rank: it introduces itself to source ranks, announces blocks and takes their reports.
 
-:class:`kvferry.handoff.destination.DestinationLoad` decides. An :class:`AwaitedLoad`, a job of the transfer thread, carries
-out one push, an :class:`Announcer` all pushes to a rank.
+:class:`kvferry.handoff.destination.DestinationLoad` decides. An :class:`AwaitedLoad`, a job of the transfer thread,
+carries out one load, an :class:`Announcer` all loads of a rank.
 """
 
 import logging
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.guard_words import Scratch
+from kvferry.execution.digests import PER_ADVANCE, PartCells, PartDigests
 from kvferry.execution.introductions import Introductions, unreachable
 from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
-from kvferry.execution.digests import PER_ADVANCE, PartDigests, PartCells
+from kvferry.handoff.destination import DestinationLoad, Step
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     Announce,
@@ -26,18 +26,16 @@ from kvferry.handoff.messages import (
     Answer,
     EndPoint,
     Introduce,
-    Met,
     Noted,
-    Written,
-    WriteFailed,
-    WriteKey,
     Question,
     Refusal,
     Revoke,
     Revoked,
+    WriteFailed,
+    WriteKey,
+    Written,
 )
 from kvferry.handoff.part import Part
-from kvferry.handoff.destination import DestinationLoad, Step
 from kvferry.layout.shard import HOST_DEVICE
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
@@ -46,11 +44,8 @@ from kvferry.transport.end_points import ProcessIdentity
 logger = PeerLog(logging.getLogger(__name__))
 
 FENCE_SECONDS = 60.0
-OF_FAILED_WRITES = frozenset({Reason.TRANSFER_FAILED, Reason.PEER_DIED, Reason.PEER_CHANGED, Reason.UNREGISTERED_RANGE})
-"""The reasons with which a write fails in a transport, by which a source of version 9, whose report does not say
-whether bytes may still land, is told from one that has written nothing."""
 NUMBER_BITS = 62
-"""Of the random number of a push, which only its source ranks learn."""
+"""Of the random number of a load, which only its source ranks learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +67,20 @@ class SourceRank:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """One request, the same for all of its sources. ``deadline`` is on the monotonic clock."""
+    """One request, the same for all of its sources. ``deadline`` is on the monotonic clock.
+
+    ``engine_epoch`` is that in which this rank's engine knows the source's engine.
+    """
 
     job_id: str
     transfer_id: str
     num_tokens: int
     prompt_digest: str
     deadline: float
+    engine_epoch: int
     adapter: str = ""
     late_seconds: float = 0.0
-    """How long the sources of a held prompt may not know it yet."""
+    """How long the sources may not know a hold of their engine yet."""
 
 
 # Returns the sources of a request, or None while their handshake runs.
@@ -91,7 +90,7 @@ Event = Written | WriteFailed | tuple[int, Announce | Revoke, Answer | None]
 
 
 class AwaitedLoad:
-    """One push at its destination; done once the engine may have the blocks."""
+    """One load at its destination; done once the engine may have the blocks."""
 
     fills_blocks = True
     is_for_log = False
@@ -106,10 +105,11 @@ class AwaitedLoad:
         self._request, self._key = request, key
         self._find_sources, self._announcer = find_sources, announcer
         self._sources: dict[int, SourceRank] = {}
-        self._receiving: DestinationLoad | None = None
+        self._load: DestinationLoad | None = None
         self._created_at = time.monotonic()
-        self._pushed: dict[int, Written] = {}
+        self._written: dict[int, Written] = {}
         self._transports: dict[int, str] = {}
+        self._announcements: dict[int, Announce] = {}
         self._announced_at: dict[int, float] = {}
         self._registrations: dict[int, int] = {}
         self._done_at: dict[int, float] = {}
@@ -118,40 +118,42 @@ class AwaitedLoad:
         self._num_compared_bytes = 0
         self._compare_seconds = 0.0
 
-    def advance(self, scratch: Scratch, now: float) -> bool:
+    def advance(self, now: float) -> bool:
         """Take reports and answers of sources, then carry out the steps that are due."""
         self._announcer.collect()
-        receiving = self._receiving
-        if receiving is None:
+        load = self._load
+        if load is None:
             return self._prepare(now)
-        moved = self._read_inbox(receiving) or self._compare(receiving)
-        for step, index in receiving.due(now):
+        moved = self._read_inbox(load) or self._compare(load)
+        for step, index in load.due(now):
             source = self._sources[index]
             match step:
                 case Step.ANNOUNCE:
                     # The announcement to the source before this one may have been refused.
-                    moved |= receiving.error is None and self._announce(receiving, source)
+                    moved |= load.error is None and self._announce(load, source)
+                case Step.ASK_AGAIN:
+                    self._announcer.ask(source.answers_at, self._announcements[index], self._key.number, index)
                 case Step.REVOKE:
                     question = Revoke(source.answers_at.epoch, self._key)
                     self._announcer.ask(source.answers_at, question, self._key.number, index)
                 case Step.CHECK_ALIVE:
-                    self._check_alive(receiving, source)
+                    self._check_alive(load, source)
                 case Step.FENCE:
-                    self._fence(receiving, source)
-        if receiving.error is not None and self.error is None:
-            self.error, self.given_up_at, self.phase = receiving.error, now, Phase.STOPPING
-        if receiving.is_over:
+                    self._fence(load, source)
+        if load.error is not None and self.error is None:
+            self.error, self.given_up_at, self.phase = load.error, now, Phase.STOPPING
+        if load.is_over:
             self._end()
             return True
         return moved
 
     def fenced(self, error: KVFerryError) -> None:
         """Nothing lands any more of what was announced before to sources that a fence keeps out."""
-        if self._receiving is None:
+        if self._load is None:
             return
         for index in self._registrations:
-            if self._is_behind_fence(index, is_broken=self._receiving.is_broken(index)):
-                self._receiving.fenced(index, error)
+            if self._is_behind_fence(index, is_broken=self._load.is_broken(index)):
+                self._load.fenced(index, error)
 
     def _is_behind_fence(self, index: int, *, is_broken: bool) -> bool:
         """Return whether a fence has closed what a source was told of, and keeps out what may land of it."""
@@ -159,20 +161,20 @@ class AwaitedLoad:
         is_closed = registration is not None and self._announcer.is_closed(registration)
         return is_closed and self._announcer.is_kept_out(self._sources[index], is_broken=is_broken)
 
-    def _check_alive(self, receiving: DestinationLoad, source: SourceRank) -> None:
+    def _check_alive(self, load: DestinationLoad, source: SourceRank) -> None:
         if self._announcer.peers.has_ended(source.process):
             transport = self._transports.get(source.index, "")
             may_land = not self._announcer.transports.ends_with_process(transport)
-            receiving.ended(source.index, _died(source), may_land=may_land)
+            load.ended(source.index, _died(source), may_land=may_land)
         elif self._announcer.peers.refuses(source.answers_at):
-            receiving.fail(unreachable(source.answers_at))
+            load.fail(unreachable(source.answers_at))
 
-    def _fence(self, receiving: DestinationLoad, source: SourceRank) -> None:
+    def _fence(self, load: DestinationLoad, source: SourceRank) -> None:
         where = f"{source.answers_at.host}:{source.answers_at.port}"
-        if source.index not in receiving.may_land:
-            # The fence for another source of this push has done.
+        if source.index not in load.may_land:
+            # The fence for another source of this load has done.
             return
-        is_broken = receiving.is_broken(source.index)
+        is_broken = load.is_broken(source.index)
         told = "does not confirm that it writes no more into"
         if is_broken or self._announcer.peers.has_ended(source.process):
             told = "writes no more, but what it has sent may still land in"
@@ -194,29 +196,27 @@ class AwaitedLoad:
             self.fenced(_fenced(where))
 
     def is_ending(self, now: float) -> bool:
-        """Return whether the push is past its deadline or being stopped."""
+        """Return whether the load is past its deadline or being stopped."""
         return self.phase is Phase.STOPPING or now >= self._request.deadline
 
     def cancel(self, error: KVFerryError) -> None:
         """Give up."""
-        if self._receiving is not None:
-            self._receiving.fail(error)
+        if self._load is not None:
+            self._load.fail(error)
         elif self.phase is not Phase.DONE:
             self.error = error.without_traceback()
             self._end()
 
     def result(self, finished_at: float) -> JobResult:
-        """Return how the push ended, with bytes and seconds of its sources' reports. Its wait includes the prefill."""
-        committed = list(self._pushed.values()) if self.error is None else []
+        """Return how the load ended, with bytes and seconds of its sources' reports. Its wait includes the prefill."""
+        committed = list(self._written.values()) if self.error is None else []
         return JobResult(
             job_id=self.job_id,
             error=self.error,
             num_bytes=sum(event.num_bytes for event in committed),
-            num_staged_bytes=0,
             num_descriptors=sum(event.num_descriptors for event in committed),
             num_sources=len(self._sources),
             transport=",".join(sorted({event.transport for event in committed})),
-            way="written" if committed else "",
             wait_seconds=finished_at - self._created_at,
             transfer_seconds=max((event.transfer_seconds for event in committed), default=0.0),
             num_compared_bytes=self._num_compared_bytes,
@@ -251,96 +251,94 @@ class AwaitedLoad:
             return False
         self._sources = {source.index: source for source in sources}
         expected = {source.index: source.part.digest for source in sources}
-        self._receiving = DestinationLoad(self.job_id, expected, self._request.deadline, self._announcer.fence_seconds)
+        self._load = DestinationLoad(
+            self.job_id,
+            self._request.transfer_id,
+            expected,
+            {source.index: source.answers_at for source in sources},
+            self._request.deadline,
+            self._announcer.fence_seconds,
+        )
         return True
 
-    def _announce(self, receiving: DestinationLoad, source: SourceRank) -> bool:
+    def _announce(self, load: DestinationLoad, source: SourceRank) -> bool:
         """Announce the blocks to a source that knows this rank; return whether the source is dealt with."""
         try:
             _check_announced(self._request, source.part)
             if not self._announcer.peers.meet(source.process):
                 raise _died(source)
-            if not self._announcer.introductions.is_introduced(source.answers_at, source.engine, source.version):
+            introductions = self._announcer.introductions
+            if not introductions.is_introduced(source.answers_at, source.engine, source.version, source.process):
                 return False
         except KVFerryError as error:
-            receiving.refused(source.index, error)
+            load.refused(source.index, error)
             return True
-        receiving.announcing(source.index)
+        load.announcing(source.index)
         self._announced_at[source.index] = time.monotonic()
         self._registrations[source.index] = self._announcer.num_fences
-        self._announcer.ask(source.answers_at, self._announcement(source), self._key.number, source.index)
+        announcement = self._announcements[source.index] = self._announcement(source)
+        self._announcer.ask(source.answers_at, announcement, self._key.number, source.index)
         return True
 
     def _announcement(self, source: SourceRank) -> Announce:
         return Announce(
             epoch=source.answers_at.epoch,
+            engine_epoch=self._request.engine_epoch,
             key=self._key,
             registration=self._announcer.num_fences,
+            token=self._announcer.introductions.token(source.answers_at),
             transfer_id=self._request.transfer_id,
             num_tokens=self._request.num_tokens,
             prompt_digest=self._request.prompt_digest,
             blocks=source.part.announced,
             digest=source.part.digest,
             seconds=max(0.001, self._request.deadline - time.monotonic()),
-            adapter=self._request.adapter,
             integrity=(Integrity.OFF if source.cells is None else source.cells.wanted).value,
+            adapter=self._request.adapter,
             late_seconds=self._request.late_seconds,
-            is_sliced=source.cells is not None and source.cells.is_sliced,
-            token=self._announcer.introductions.token(source.answers_at),
         )
 
-    def _read_inbox(self, receiving: DestinationLoad) -> bool:
+    def _read_inbox(self, load: DestinationLoad) -> bool:
         moved = False
         while not self.inbox.empty():
             moved = True
             event = self.inbox.get_nowait()
-            if isinstance(event, Written):
-                self._note_pushed(receiving, event)
-            elif isinstance(event, WriteFailed):
-                self._note_failed(receiving, event)
+            if isinstance(event, Written | WriteFailed):
+                self._note_report(load, event)
             else:
-                self._note_answer(receiving, *event)
+                self._note_answer(load, *event)
         return moved
 
-    def _note_pushed(self, receiving: DestinationLoad, event: Written) -> None:
-        """The part has landed; where this rank compares digests, the part counts once they agree.
+    def _note_report(self, load: DestinationLoad, report: Written | WriteFailed) -> None:
+        if isinstance(report, Written):
+            self._note_written(load, report)
+        elif report.may_land:
+            self._note_broken(load, report.source_index, report.error())
+        else:
+            load.refused(report.source_index, report.error())
 
-        It never counts where the source has not compared the weights of the prompt's adapter.
-        """
+    def _note_written(self, load: DestinationLoad, event: Written) -> None:
+        """The part has landed; where this rank compares digests, the part counts once they agree."""
         index = event.source_index
-        if not receiving.landed(index, event.digest):
+        if not load.landed(index, event.digest):
             return
-        self._pushed[index] = event
+        self._written[index] = event
         self._done_at[index] = time.monotonic()
-        if event.adapter != self._request.adapter:
-            receiving.fail(_adapter_not_compared(self._request, self._sources[index]))
-        elif index in self._digests:
+        if index in self._digests:
             self._comparing[index] = self._digests[index].compare(event.digests)
         else:
-            receiving.done(index, event.digest)
+            load.done(index, event.digest)
 
-    def _note_failed(self, receiving: DestinationLoad, event: WriteFailed) -> None:
-        """The source writes no more; where a write has failed in a connection, the connection may still deliver it."""
-        may_land = event.may_land == "yes"
-        if event.may_land == "unsaid":
-            transport = self._transports.get(event.source_index, "")
-            ends = self._announcer.transports.ends_with_process(transport)
-            may_land = not ends and event.reason in OF_FAILED_WRITES
-        if may_land:
-            self._note_broken(receiving, event.source_index, event.error())
-        else:
-            receiving.refused(event.source_index, event.error())
-
-    def _note_broken(self, receiving: DestinationLoad, index: int, error: KVFerryError) -> None:
+    def _note_broken(self, load: DestinationLoad, index: int, error: KVFerryError) -> None:
         if self._is_behind_fence(index, is_broken=True):
             # What may land lands nowhere, and no other fence is needed.
-            receiving.refused(index, error)
+            load.refused(index, error)
         else:
-            receiving.broke(index, error, fence_at=self._announcer.next_fence_at)
+            load.broke(index, error, fence_at=self._announcer.next_fence_at)
 
-    def _compare(self, receiving: DestinationLoad) -> bool:
+    def _compare(self, load: DestinationLoad) -> bool:
         """Compare some of what has landed, for as long as other jobs may wait; return whether there was any."""
-        if receiving.error is not None:
+        if load.error is not None:
             return False
         for index, comparing in self._comparing.items():
             started, num_bytes = time.monotonic(), 0
@@ -348,34 +346,42 @@ class AwaitedLoad:
                 while num_bytes < PER_ADVANCE:
                     num_bytes += next(comparing)
             except StopIteration:
-                receiving.done(index, self._pushed[index].digest)
+                load.done(index, self._written[index].digest)
                 del self._comparing[index]
             except KVFerryError as error:
-                receiving.fail(error)
+                load.fail(error)
             self._num_compared_bytes += num_bytes
             self._compare_seconds += time.monotonic() - started
             return True
         return False
 
     def _note_answer(
-        self, receiving: DestinationLoad, index: int, question: Announce | Revoke, answer: Answer | None
+        self, load: DestinationLoad, index: int, question: Announce | Revoke, answer: Answer | None
     ) -> None:
         where = self._sources[index].answers_at
         if isinstance(question, Revoke):
-            receiving.still_writing(index, time.monotonic())
+            load.still_writing(index, time.monotonic())
         if isinstance(answer, Announced):
-            self._transports[index] = answer.transport
+            self._note_announced(load, index, answer)
         elif isinstance(answer, Revoked) and answer.is_quiet:
-            receiving.quiet(index)
+            load.quiet(index)
         elif isinstance(answer, Revoked) and answer.may_land:
-            self._note_broken(receiving, index, _broken(where))
+            self._note_broken(load, index, _broken(where))
         elif answer is None or (isinstance(answer, Refusal) and answer.reason == Reason.PEER_UNREACHABLE):
-            receiving.fail(unreachable(where))
+            load.fail(unreachable(where))
         elif isinstance(answer, Refusal):
             # It must still acknowledge that it writes nothing; where another process answers, it cannot.
-            receiving.fail(answer.error())
+            load.fail(answer.error())
             if answer.reason == Reason.UNKNOWN_REQUEST:
                 self._announcer.introductions.forget(where)
+
+    def _note_announced(self, load: DestinationLoad, index: int, answer: Announced) -> None:
+        # The first answer alone names the transport.
+        self._transports.setdefault(index, answer.transport)
+        if answer.over is not None and (answer.over.key, answer.over.source_index) == (self._key, index):
+            self._note_report(load, answer.over)
+        else:
+            load.answered(index, time.monotonic())
 
     def _end(self) -> None:
         self.phase = Phase.DONE
@@ -390,18 +396,8 @@ def _check_announced(request: Announcement, part: Part) -> None:
             Reason.UNSUPPORTED,
             f"{request.job_id} has {num_blocks} blocks to announce to one rank; an announcement has at most "
             f"{MAX_ANNOUNCED_BLOCKS}.",
-            'Use larger blocks, or set "mode" to "pull".',
+            "Use larger blocks.",
         )
-
-
-def _adapter_not_compared(request: Announcement, source: SourceRank) -> HandoffError:
-    where = source.answers_at
-    return HandoffError(
-        Reason.ADAPTER_MISMATCH,
-        f"the prefill rank at {where.host}:{where.port} has written {request.job_id} without a look at the weights of "
-        "its adapter.",
-        "Update kvferry on the prefill engine: an earlier version compares the names of adapters alone.",
-    )
 
 
 def _died(source: SourceRank) -> HandoffError:
@@ -439,13 +435,12 @@ def _no_handshake(request: Announcement, seconds: float) -> HandoffError:
 
 
 class Announcer:
-    """All pushes to one rank. A source may take ``answer_seconds`` to answer.
+    """All loads of one rank. A source may take ``answer_seconds`` to answer.
 
     Reports come to ``answers_at``. A fence keeps a source out that does not confirm within ``fence_seconds`` that it
-    has stopped; then ``on_fence`` gets the number of fences and the end points of the memory that was registered anew.
-    With ``keeps_events`` the result of each push has events.
+    has stopped. With ``keeps_events`` the result of each load has events.
 
-    The server's thread calls :meth:`answer`, the engine's thread :meth:`announce`; the other methods are for pushes, on
+    The server's thread calls :meth:`answer`, the engine's thread :meth:`announce`; the other methods are for loads, on
     the transfer thread.
     """
 
@@ -457,15 +452,13 @@ class Announcer:
         *,
         keeps_events: bool = False,
         fence_seconds: float = FENCE_SECONDS,
-        on_fence: Callable[[int, dict[str, bytes]], None] = lambda *_: None,
     ) -> None:
         self._rank, self._answers_at, self._answer_seconds = rank, answers_at, answer_seconds
         self.transports, self.fence_seconds = rank.transports, fence_seconds
-        self._on_fence = on_fence
         self.keeps_events = keeps_events
         self.peers = Peers(rank.client.trust)
         self.introductions = Introductions(rank, answers_at, self._send)
-        self._pushes: dict[int, AwaitedLoad] = {}
+        self._loads: dict[int, AwaitedLoad] = {}
         self._unclosed: set[int] = set()
         self.next_fence_at = 0.0
         """Before it no fence keeps out what a source that lives has sent: each fence fails the loads of others."""
@@ -482,25 +475,25 @@ class Announcer:
         return self.introductions.registration
 
     def announce(self, request: Announcement, find_sources: FindSources) -> None:
-        """Submit a push to the executor, which returns its result."""
-        self._rank.executor.submit(self.push(request, find_sources))
+        """Submit a load to the executor, which returns its result."""
+        self._rank.executor.submit(self.load(request, find_sources))
 
-    def push(self, request: Announcement, find_sources: FindSources) -> AwaitedLoad:
-        """Return a push, which a job of the transfer thread must carry on until it is done."""
+    def load(self, request: Announcement, find_sources: FindSources) -> AwaitedLoad:
+        """Return a load, a job of the transfer thread."""
         # Unguessable: whoever forged a source's report would have blocks given back that the source still writes.
         key = WriteKey(self._rank.name, self.epoch, secrets.randbits(NUMBER_BITS) or 1)
-        push = self._pushes[key.number] = AwaitedLoad(request, key, find_sources, self)
-        return push
+        load = self._loads[key.number] = AwaitedLoad(request, key, find_sources, self)
+        return load
 
     def answer(self, question: Question) -> Answer:
         """Take a source's report. Raises :class:`HandoffError` for another question, and for another rank or epoch."""
-        if not isinstance(question, Written | WriteFailed | Met):
+        if not isinstance(question, Written | WriteFailed):
             raise HandoffError(
                 Reason.UNSUPPORTED,
-                f"a {type(question).__name__} is not for a rank that is pushed to.",
+                f"a {type(question).__name__} is not for a rank that loads.",
                 "Ask the prefill engine's own port.",
             )
-        named = question if isinstance(question, Met) else question.key
+        named = question.key
         if (named.receiver, named.receiver_epoch) != (self._rank.name, self.epoch):
             raise HandoffError(
                 Reason.PEER_CHANGED,
@@ -508,18 +501,15 @@ class Announcer:
                 f"in epoch {self.epoch}.",
                 "The decode engine was restarted: send the prompt again.",
             )
-        if isinstance(question, Met):
-            self.introductions.note_met(question)
-            self._rank.executor.wake()
-        elif push := self._pushes.get(question.key.number):
-            push.inbox.put(question)
+        if load := self._loads.get(named.number):
+            load.inbox.put(question)
             self._rank.executor.wake()
         return Noted(self.epoch)
 
-    # For pushes.
+    # For loads.
 
     def ask(self, where: EndPoint, question: Announce | Revoke, number: int, index: int) -> None:
-        """Ask a source; :meth:`collect` puts its answer into the push's inbox."""
+        """Ask a source; :meth:`collect` puts its answer into the load's inbox."""
         self._pending[where.host, where.port, question] = number, index
         self._send(where, question)
 
@@ -548,34 +538,33 @@ class Announcer:
         """Close this rank's memory for all that was announced in this registration, and introduce the rank anew for
         what comes.
 
-        Pushes in progress fail, and so do writes of this rank's own. It may take some seconds.
+        Loads in progress fail, and so do writes of this rank's own. It may take some seconds.
         """
         fence = self.transports.fence()
         self.next_fence_at = time.monotonic() + self.fence_seconds
         if fence.holes:
             self._unclosed.add(self.num_fences)
         self.introductions.renew(fence.end_points)
-        self._on_fence(self.num_fences, fence.end_points)
         if fence.holes:
             logger.error(
                 "kvferry: the fence has holes, and the quarantined blocks stay until this engine is restarted: %s.",
                 "; ".join(fence.holes),
             )
             return
-        logger.warning("kvferry: a fence: this rank's memory was closed and registered anew; pushes in progress fail.")
-        for push in list(self._pushes.values()):
-            push.fenced(_fenced(where))
+        logger.warning("kvferry: a fence: this rank's memory was closed and registered anew; loads in progress fail.")
+        for load in list(self._loads.values()):
+            load.fenced(_fenced(where))
 
     def collect(self) -> None:
-        """Put the answers that have come into the inboxes of their pushes."""
+        """Put the answers that have come into the inboxes of their loads."""
         for exchange in self._rank.client.collect():
             if isinstance(exchange.question, Introduce):
                 self.introductions.note_answer(exchange, exchange.question)
             elif isinstance(exchange.question, Announce | Revoke):
                 number, index = self._pending.pop((exchange.host, exchange.port, exchange.question), (0, 0))
-                if push := self._pushes.get(number):
-                    push.inbox.put((index, exchange.question, exchange.answer))
+                if load := self._loads.get(number):
+                    load.inbox.put((index, exchange.question, exchange.answer))
 
     def forget(self, number: int) -> None:
-        """Forget a push, which is over."""
-        self._pushes.pop(number, None)
+        """Forget a load, which is over."""
+        self._loads.pop(number, None)

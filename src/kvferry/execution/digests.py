@@ -76,7 +76,8 @@ class MovingGroup:
 class PartCells:
     """The cells that move between two ranks, in the memory of the source or of the destination.
 
-    Those of a sample are slices. Raises :class:`PlanError` (``unsupported``) for a cache whose digests are not compared.
+    Those of a sample are slices. Raises :class:`PlanError` (``unsupported``) for a cache whose digests are not
+    compared.
     """
 
     def __init__(self, plan: PairPlan, wanted: Integrity, *, at_source: bool) -> None:
@@ -125,7 +126,9 @@ class PlacedCells(NamedTuple):
 
 
 class GroupSums:
-    """The digests of one write in one cache group: ``num_words`` words from ``first_word`` on, of ``fold`` stretches."""
+    """The digests of one write in one cache group: ``num_words`` words from ``first_word`` on, of ``fold`` stretches
+    each.
+    """
 
     def __init__(self, group: MovingGroup, announced: AnnouncedBlocks, seed: int) -> None:
         self.group, self.announced, self._seed = group, announced, seed
