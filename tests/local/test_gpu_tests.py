@@ -143,7 +143,7 @@ def test_engines_run_on_as_many_devices_as_there_are(num_devices: int, monkeypat
     monkeypatch.setattr(script, "version", lambda name: "1.0")
     parts = {part.name: part for part in script.PARTS if "demo" in part.arguments}
     can_run = {name for name, part in parts.items() if not part.obstacle()}
-    expected = {"engines, pull", "engines, push", "engines, offload"}
+    expected = {"engines", "engines, concurrent", "engines, offload"}
     assert can_run == (expected if num_devices == 1 else {*parts})
     for name, part in parts.items():
         given = dict(zip(part.arguments[3::2], part.arguments[4::2], strict=True))
@@ -152,7 +152,7 @@ def test_engines_run_on_as_many_devices_as_there_are(num_devices: int, monkeypat
         # Two engines run at a time, with a context of CUDA each.
         assert 0 < 2 * float(given["--gpu-memory"]) < 0.95
     if num_devices == 1:
-        assert parts["engines, pull, two devices"].obstacle() == "cuda:1 does not exist."
+        assert parts["engines, two devices"].obstacle() == "cuda:1 does not exist."
 
 
 @pytest.mark.skipif(has_device(), reason="runs the parts where there is a GPU")
@@ -164,8 +164,8 @@ def test_gpu_tests_name_every_part_and_why_it_does_not_run(tmp_path: Path) -> No
     outcomes = json.loads(path.read_text())
     assert "no CUDA driver" in outcomes["obstacle"]
     names = [part["name"] for part in outcomes["parts"]]
-    expected = {"trial", "conformance", "merge kernel", "cell sums", "graph capture", "offload copies"}
-    expected |= {"offload rate", "engines, pull", "engines, push, two devices", "engines, offload"}
+    expected = {"trial", "conformance", "cell sums", "graph capture", "offload copies"}
+    expected |= {"offload rate", "engines", "engines, concurrent, two devices", "engines, offload"}
     assert expected <= {*names}
     for part in outcomes["parts"]:
         assert part["outcome"] == "cannot run"

@@ -94,7 +94,7 @@ def test_a_concurrent_pair_passes_by_checks_of_its_own_and_names_what_else_it_sh
         "prefix hits on the prefill side; the client goes away",
         "passed",
     ]
-    assert f"of {len(CONCURRENT_PAIRS)} pushes 1, of" in document(results)
+    assert f"of {len(CONCURRENT_PAIRS)} behind a concurrent router 1, of" in document(results)
 
 
 def test_an_offload_shows_what_its_engines_computed(results: Results) -> None:
