@@ -32,7 +32,7 @@ from kvferry.transport.faults import FaultPlan
 from ..waits import wait_until
 from . import cache_memory
 from .engines_in_process import BLOCK_SIZE, EPOCH, GENERATION, HOST, IDENTITY, SLOT, HoldsCache
-from .engines_that_push import SECONDS, Parts
+from .engines_that_write import SECONDS, Parts
 
 PROMPT = "prompt"
 

@@ -9,7 +9,7 @@ import sys
 from kvferry.handoff.source import END
 
 from .engines_in_process import PrefillEngine, filled_ranks
-from .engines_that_push import Batches, SendingEngine
+from .engines_that_write import Batches, SendingEngine
 
 SOURCE_IDS = [5, 0, 3]
 NUM_TRANSFERS = 64

@@ -33,7 +33,7 @@ from kvferry.transport.nixl import NixlEndPoint
 
 from ..fuzzed_messages import Fuzzer, run
 from .engines_in_process import BLOCK_SIZE
-from .engines_that_push import Batches, Pairs, ReceivingRank, check_arrived
+from .engines_that_write import Batches, Pairs, ReceivingRank, check_arrived
 
 HOST = "127.0.0.1"
 SHARD = shard_for(

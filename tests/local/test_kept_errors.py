@@ -12,7 +12,6 @@ import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.destination import AwaitedLoad, Announcement
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Read
 from kvferry.handoff.messages import WriteKey
@@ -24,7 +23,7 @@ from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Transfer
 from kvferry.transport.registry import TransportSet
 
-from .engines_that_push import SECONDS, Pairs, engines
+from .engines_that_write import SECONDS, Pairs, engines
 
 __all__ = ["engines"]
 

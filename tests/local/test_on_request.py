@@ -24,7 +24,7 @@ from kvferry.transport.faults import FaultPlan
 from ..waits import wait_until
 from .engines_in_process import BLOCK_SIZE, SLOT, Rank, filled_ranks, whole_blocks
 from .engines_on_request import Engines, HoldingEngine, HoldingRank, LoadingRank, engines, prompt_in
-from .engines_that_push import recorded_questions
+from .engines_that_write import recorded_questions
 from .fake_cuda import FakeCuda
 from .test_pipeline_reads import HALVES, THIRDS, WHOLE, Stages, filled, ranks_of
 from .test_push_proofs import Breaking, elsewhere, running_process

@@ -16,9 +16,9 @@ from kvferry.plan import digest_cells
 from kvferry.plan.digest_cells import Integrity
 from kvferry.transport.faults import FaultPlan
 
-from . import engines_that_push
+from . import engines_that_write
 from .engines_in_process import BLOCK_SIZE, HEADS, LAYERS, ROW_BYTES
-from .engines_that_push import Batches, Pairs, ReceivingRank, SendingEngine, check_arrived, engines
+from .engines_that_write import Batches, Pairs, ReceivingRank, SendingEngine, check_arrived, engines
 
 __all__ = ["engines"]
 
@@ -204,7 +204,7 @@ def test_a_source_of_an_earlier_version_is_asked_for_digests_of_whole_cells(
     """And a destination of an earlier version, which asks without a word of slices, gets the same."""
     monkeypatch.setattr(digest_cells, "SLICE_BYTES", 4)
     if is_earlier:
-        monkeypatch.setattr(engines_that_push, "pushed_digests", lambda _: DigestTable("sample", 0, 0))
+        monkeypatch.setattr(engines_that_write, "pushed_digests", lambda _: DigestTable("sample", 0, 0))
     sender, receivers = engines.open(2, 1, kept=SAMPLE, compares=Compares(SAMPLE, is_required=True))
     asked: list[Announce] = []
     for rank in sender.ranks:

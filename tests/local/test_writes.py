@@ -1,4 +1,4 @@
-"""Pushes between ranks in this process: real listeners, messages, plans and writes, no vLLM."""
+"""Writes between ranks in this process: real listeners, messages, plans and writes, no vLLM."""
 
 import json
 import socket
@@ -14,23 +14,26 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import announce, destinations, introductions, peers, writer
+from kvferry.execution import destination, destinations, introductions, peers
+from kvferry.execution import source as source_module
 from kvferry.execution.destination import Announcer
 from kvferry.execution.job import JobResult
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
 from kvferry.execution.source import Writer
-from kvferry.handoff.holds import handle_of_transfer
+from kvferry.handoff import destination as handoff_destination
+from kvferry.handoff.holds import handle_of_transfer, transfer_of
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Announce,
     EndPoint,
+    Handle,
     Introduce,
     Noted,
-    Written,
     Question,
     Release,
     Revoke,
+    Written,
 )
 from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.handoff.wire.addresses import nothing_listens
@@ -38,11 +41,13 @@ from kvferry.handoff.wire.client import Exchange
 from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Trust
 from kvferry.layout.shard import encode_shard
+from kvferry.transport.end_points import own_identity
 from kvferry.transport.faults import FaultPlan
 
 from ..waits import wait_until
-from .engines_in_process import BLOCK_SIZE, HEADS, HOST, IDENTITY, LAYERS, Rank
-from .engines_that_push import (
+from .engines_in_process import BLOCK_SIZE, EPOCH, HEADS, HOST, IDENTITY, LAYERS, Rank
+from .engines_that_write import (
+    HELD,
     SECONDS,
     Batches,
     Pairs,
@@ -59,7 +64,7 @@ __all__ = ["engines"]
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
-def test_chunks_are_pushed_while_the_prompt_is_computed(source_tp: int, target_tp: int, engines: Pairs) -> None:
+def test_chunks_are_written_while_the_prompt_is_computed(source_tp: int, target_tp: int, engines: Pairs) -> None:
     sender, receivers = engines.open(source_tp, target_tp)
     for receiver in receivers:
         receiver.receive(sender.hold(), [0, 3, 2])
@@ -93,7 +98,7 @@ def test_an_announcement_after_the_prompt_has_ended_catches_up(engines: Pairs) -
     check_arrived(sender, receivers, [5, 1], [2, 4])
 
 
-def test_an_aborted_prompt_fails_the_push_at_once(engines: Pairs) -> None:
+def test_an_aborted_prompt_fails_the_load_at_once(engines: Pairs) -> None:
     sender, [receiver] = engines.open(2, 1)
     receiver.receive(sender.hold(), [0, 3])
     sender.compute(BLOCK_SIZE, [5, 1])
@@ -119,7 +124,7 @@ def test_an_aborted_receiver_has_its_blocks_back_when_all_sources_are_quiet(engi
     assert (receiver.rank.cache == 7).all()
 
 
-def test_a_push_that_hangs_keeps_the_receivers_blocks_until_it_is_quiet(engines: Pairs) -> None:
+def test_a_write_that_hangs_keeps_the_receivers_blocks_until_it_is_quiet(engines: Pairs) -> None:
     """The sender answers a revocation only once its write has ended; a deadline does not give blocks back."""
     sender, [receiver] = engines.open(faults=FaultPlan(delay_seconds=1.0))
     receiver.receive(sender.hold(), [0, 3], seconds=0.3)
@@ -139,16 +144,16 @@ def test_a_failed_write_is_reported_at_once(engines: Pairs) -> None:
 
 
 @pytest.mark.parametrize(("bound", "most"), [("MAX_OPEN", 2), ("MAX_OPEN_BLOCKS", 5)])
-def test_pushes_that_are_asked_for_are_bounded(
+def test_writes_that_are_asked_for_are_bounded(
     bound: str, most: int, engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In number, and in blocks: one announcement may have 4 MB of them, which its push keeps."""
-    monkeypatch.setattr(writer, bound, most)
-    monkeypatch.setattr(writer, "MAX_SECONDS", 0.2)
+    """In number, and in blocks: one announcement may have 4 MB of them, which its write keeps."""
+    monkeypatch.setattr(source_module, bound, most)
+    monkeypatch.setattr(source_module, "MAX_SECONDS", 0.2)
     sender, [receiver] = engines.open()
     for number in range(2):
         receiver.receive(sender.hold(), [0, 3], f"x{number}", f"r{number}")
-    wait_until(lambda: sender.ranks[0].writer._sender.num_open == 2)
+    wait_until(lambda: sender.ranks[0].writer._writes.num_open == 2)
     receiver.receive(sender.hold(), [0, 3], "y", "s")
     refused = receiver.result(5.0).error
     assert refused is not None
@@ -267,7 +272,7 @@ def test_a_receiver_introduces_itself_again_to_a_sender_that_forgot_the_receiver
     assert receiver.result().error is None
 
 
-def test_hole_5_two_decode_replicas_with_one_engine_id_do_not_end_each_others_pushes(engines: Pairs) -> None:
+def test_hole_5_two_decode_replicas_with_one_engine_id_do_not_end_each_others_writes(engines: Pairs) -> None:
     """They introduce themselves under one name: only the epoch tells their processes apart."""
     sender, [one] = engines.open()
     other = ReceivingRank(Rank(0, 1))
@@ -327,26 +332,116 @@ def test_messages_to_another_epoch_are_refused(engines: Pairs) -> None:
     sender.compute(END, [5, 1])
     receiver.receive(sender.hold(), [0, 3])
     assert receiver.result().error is None
-    [pushed] = [question for question in asked[receiver] if isinstance(question, Written)]
-    to_source = [*asked[source], Revoke(source.epoch, pushed.key)]
+    [written] = [question for question in asked[receiver] if isinstance(question, Written)]
+    to_source = [*asked[source], Revoke(source.epoch, written.key)]
     assert {type(question) for question in to_source} == {Introduce, Announce, Revoke}
     for question in to_source:
         later = msgspec.structs.replace(question, epoch=source.epoch + 1)
         assert refusal(source.writer, later) is Reason.PEER_CHANGED
-    key = msgspec.structs.replace(pushed.key, receiver_epoch=receiver.epoch + 1)
-    assert refusal(receiver.announcer, msgspec.structs.replace(pushed, key=key)) is Reason.PEER_CHANGED
+    key = msgspec.structs.replace(written.key, receiver_epoch=receiver.epoch + 1)
+    assert refusal(receiver.announcer, msgspec.structs.replace(written, key=key)) is Reason.PEER_CHANGED
 
 
 def test_an_announcement_of_another_part_is_refused(engines: Pairs) -> None:
     """Before a byte is written: the destination would notice only when its blocks are full of other bytes."""
-    _, source, _, asked = asked_in_a_push(engines)
+    _, source, _, asked = asked_in_a_load(engines)
     [announced] = [question for question in asked if isinstance(question, Announce)]
-    other = msgspec.structs.replace(announced, digest="of another part")
+    key = msgspec.structs.replace(announced.key, number=announced.key.number + 1)
+    other = msgspec.structs.replace(announced, key=key, digest="of another part")
     assert refusal(source.writer, other) is Reason.PROTOCOL_MISMATCH
 
 
-def asked_in_a_push(engines: Pairs) -> tuple[SendingEngine, SendingRank, ReceivingRank, list[Question]]:
-    """Push a prompt; return the sending engine and its rank, the receiver, and the questions to the sending rank."""
+def test_a_hold_is_written_to_who_knows_its_generation(engines: Pairs) -> None:
+    sender, receivers = engines.open(2, 1)
+    sender.compute(END, [5, 1], transfer_of(HELD))
+    receivers[0].receive(sender.hold(HELD), [2, 4])
+    assert receivers[0].result().error is None
+    check_arrived(sender, receivers, [5, 1], [2, 4])
+    receivers[0].receive(sender.hold(Handle("x", HELD.generation + 1)), [2, 4], job_id="s")
+    error = receivers[0].result(5.0).error
+    assert error is not None
+    assert error.reason is Reason.WRONG_PARAMETERS
+
+
+@pytest.mark.parametrize(("late_seconds", "reason"), [(5.0, None), (0.2, Reason.SOURCE_CHANGED)])
+def test_a_hold_may_be_told_late(late_seconds: float, reason: Reason | None, engines: Pairs) -> None:
+    sender, [receiver] = engines.open()
+    receiver.receive(sender.hold(HELD), [2, 4], late_seconds=late_seconds)
+    assert receiver.is_waiting(0.15)
+    time.sleep(0.15)
+    sender.ranks[0].writer.hold([(transfer_of(HELD), prompt_of([5, 1], END))])
+    error = receiver.result(5.0).error
+    assert (None if error is None else error.reason) is reason
+
+
+def test_a_reset_fails_what_is_open_and_refuses_the_former_epoch(engines: Pairs) -> None:
+    sender, [receiver] = engines.open()
+    [source] = sender.ranks
+    with questions_to_own_engine(source):
+        sender.compute(BLOCK_SIZE, [5, 1])
+        receiver.receive(sender.hold(), [0, 3])
+        assert receiver.is_waiting()
+        source.writer.end_epoch(EPOCH + 1)
+        error = receiver.result(5.0).error
+        assert error is not None
+        assert error.reason is Reason.WEIGHTS_CHANGED
+        receiver.receive(sender.hold(), [0, 3], "y", "s")
+        error = receiver.result(5.0).error
+        assert error is not None
+        assert error.reason is Reason.PEER_CHANGED
+        assert source.writer.engine is not None
+        assert source.writer.engine.epoch == EPOCH + 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_report_that_is_lost_is_asked_for(fails: bool, engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cost the load its whole deadline."""
+    monkeypatch.setattr(handoff_destination, "ASK_AGAIN_SECONDS", 0.2)
+    sender, [receiver] = engines.open(faults=FaultPlan(fail_after=1) if fails else None)
+    monkeypatch.setattr(sender.ranks[0].client, "tell", lambda *_, **__: None)
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(END, [5, 1])
+    result = receiver.result(5.0)
+    assert (result.error is not None) is fails
+    if not fails:
+        assert result.transport == "cma"
+        check_arrived(sender, [receiver], [5, 1], [0, 3])
+
+
+def test_a_receiver_that_the_sender_may_not_reach_is_refused_at_once(
+    engines: Pairs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sender's reports would not come, and each load would wait for its deadline."""
+    sender, [receiver] = engines.open()
+    monkeypatch.setattr(receiver.announcer.introductions, "_answers_at", EndPoint("10.9.8.7", 5601, receiver.epoch))
+    receiver.receive(sender.hold(), [0, 3])
+    error = receiver.result(5.0).error
+    assert error is not None
+    assert error.reason is Reason.PERMISSION_DENIED
+    assert "10.9.8.7:5601" in error.message
+    assert "allowed_hosts" in error.remedy
+    assert "10.9.8.7:5601" in caplog.text
+
+
+def test_a_receiver_at_loopback_loads_from_its_own_host_alone(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = own_identity()
+    elsewhere = msgspec.structs.replace(here, boot_id="of another host")
+    for process, reason in ((here, None), (elsewhere, Reason.PEER_UNREACHABLE)):
+        sender, [receiver] = engines.open(process=process)
+        sender.compute(END, [5, 1])
+        receiver.receive(sender.hold(), [0, 3])
+        error = receiver.result(5.0).error
+        assert (None if error is None else error.reason) is reason
+        engines.receivers = []
+        receiver.close()
+
+
+def prompt_of(ids: Sequence[int], num_final: int) -> Prompt:
+    return Prompt(len(ids) * BLOCK_SIZE, "prompt", {"full": BlockList(0, ids)}, num_final)
+
+
+def asked_in_a_load(engines: Pairs) -> tuple[SendingEngine, SendingRank, ReceivingRank, list[Question]]:
+    """Load a prompt; return the sending engine and its rank, the receiver, and the questions to the sending rank."""
     sender, [receiver] = engines.open()
     [source] = sender.ranks
     asked = recorded_questions(source)
@@ -375,8 +470,8 @@ def test_the_most_recent_receivers_are_kept(engines: Pairs, monkeypatch: pytest.
     assert [name for name, _, _ in source.writer.destinations.known] == ["d/0", "f/0"]
 
 
-def test_hole_16_a_stranger_that_takes_a_receivers_name_learns_of_no_push(engines: Pairs) -> None:
-    """The name, the shard and the end points are public. A stranger that came first got the reports of pushes, with
+def test_hole_16_a_stranger_that_takes_a_receivers_name_learns_of_no_write(engines: Pairs) -> None:
+    """The name, the shard and the end points are public. A stranger that came first got the reports of writes, with
     their unguessable numbers: with one the stranger had blocks given back that a second rank was still writing.
     """
     sender, [receiver] = engines.open(source_tp=2)
@@ -397,6 +492,8 @@ def test_hole_16_a_stranger_that_takes_a_receivers_name_learns_of_no_push(engine
                 shard=encode_shard(receiver.rank.shard),
                 end_points=receiver.end_points,
                 answers_at=EndPoint(HOST, stranger.port, receiver.epoch),
+                registration=0,
+                token=0,
             )
             for registration in (0, 1 << 40):
                 later = msgspec.structs.replace(taken, registration=registration)
@@ -413,7 +510,7 @@ def test_what_introductions_make_a_sender_keep_is_bounded_in_bytes(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stranger may give each of its names end points of 4 MB: 4,096 names would fill the memory."""
-    sender, source, receiver, asked = asked_in_a_push(engines)
+    sender, source, receiver, asked = asked_in_a_load(engines)
     [introduced] = [question for question in asked if isinstance(question, Introduce)]
     monkeypatch.setattr(destinations, "MAX_INTRODUCED_BYTES", 3_000_000)
     for name in "abcde":
@@ -446,7 +543,7 @@ def test_the_list_of_introduced_sources_is_bounded(monkeypatch: pytest.MonkeyPat
     assert receiver.introductions.is_introduced(EndPoint(HOST, 4, 7), (), PROTOCOL_VERSION)
 
 
-def test_one_check_of_a_peer_serves_all_pushes_that_wait_for_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_check_of_a_peer_serves_all_writes_that_wait_for_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Mock(return_value=False)
     monkeypatch.setattr(peers, "nothing_listens", looks)
     monkeypatch.setattr(peers, "PROBE_AGAIN_SECONDS", 1000.0)
@@ -475,10 +572,10 @@ def test_a_failed_check_of_a_peer_says_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_too_many_blocks_for_an_announcement_are_refused_before_any_is_sent(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announce, "MAX_ANNOUNCED_BLOCKS", 1)
+    monkeypatch.setattr(destination, "MAX_ANNOUNCED_BLOCKS", 1)
     sender, [receiver] = engines.open()
     receiver.receive(sender.hold(), [0])
-    opened = sender.ranks[0].writer._sender
+    opened = sender.ranks[0].writer._writes
     wait_until(lambda: opened.num_open == 1, "no announcement comes")
     receiver.receive(sender.hold(), [1, 3], "y", "too long")
     error = receiver.result(5.0).error
@@ -629,7 +726,7 @@ def test_a_whole_prompt_goes_when_it_has_been_computed(engines: Pairs) -> None:
     sender.compute(END, [5, 1])
     assert receiver.result().error is None
     check_arrived(sender, [receiver], [5, 1], [0, 3])
-    [result] = sender.pushed(1)
+    [result] = sender.written(1)
     assert [len(batch["spans"]) for batch in result.events["batches"]] == [1]
 
 
@@ -651,7 +748,7 @@ def test_events_show_each_span_pushed_while_the_next_is_computed(engines: Pairs)
     assert receiver.is_waiting()
     step(source, "x", [5, 1], seconds_per_layer=0.1)
     received = receiver.result().events
-    [result] = sender.pushed(1)
+    [result] = sender.written(1)
     sent, [computed] = result.events, source.writer.take_steps()
     assert source.writer.take_steps() == []
     first, second = sent["batches"]
@@ -692,6 +789,6 @@ def test_a_prompt_that_was_computed_before_its_blocks_were_announced_goes_whole(
             receiver.receive(sender.hold(), [0, 3], transfer_id)
         assert receiver.result().error is None
         check_arrived(sender, [receiver], [5, 1], [0, 3])
-        [result] = sender.pushed(1)
+        [result] = sender.written(1)
         assert [len(batch["spans"]) for batch in result.events["batches"]] == [1] * num_batches
         receiver.rank.cache[:] = 0

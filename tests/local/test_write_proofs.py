@@ -34,7 +34,7 @@ from kvferry.transport.registry import Connecting, Link, TransportSet
 
 from ..waits import wait_until
 from .engines_in_process import EPOCH, HOST, Rank
-from .engines_that_push import (
+from .engines_that_write import (
     Pairs,
     Parts,
     ReceivingRank,
@@ -270,9 +270,9 @@ def check_dead(link: Link, sent: np.ndarray, cache: np.ndarray) -> None:
 
 
 @contextmanager
-def pushing_process(transport: str, boot_id: str) -> Iterator[tuple[RemoteHold, subprocess.Popen[bytes]]]:
+def writing_process(transport: str, boot_id: str) -> Iterator[tuple[RemoteHold, subprocess.Popen[bytes]]]:
     """A prefill engine that pushes slowly, in a process that a test may stop or kill. UCX uses TCP only."""
-    arguments = [sys.executable, "-m", "tests.local.pushing_process", transport, boot_id]
+    arguments = [sys.executable, "-m", "tests.local.writing_process", transport, boot_id]
     root = Path(__file__).parents[2]
     environment = os.environ | {"UCX_TLS": "tcp", "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
     child = subprocess.Popen(
@@ -299,7 +299,7 @@ def test_nothing_of_a_sender_that_was_stopped_or_killed_lands_after_the_blocks_w
     receiver = ReceivingRank(Rank(0, 1), transport=transport, fence_seconds=0.3)
     cache = receiver.rank.cache
     try:
-        with pushing_process(transport, "of another host" if end == "stopped" else "") as (hold, child):
+        with writing_process(transport, "of another host" if end == "stopped" else "") as (hold, child):
             receiver.receive(hold, [0, 1, 2, 3], seconds=2.5)
             wait_until(lambda: bool(cache.any()))
             assert not cache[3].all(), "the push is not over"

@@ -1,4 +1,4 @@
-"""Engines that push to each other inside the test's process: real listeners, messages, plans and writes, no vLLM."""
+"""Engines that write to each other inside the test's process: real listeners, messages, plans and writes, no vLLM."""
 
 import secrets
 import time
@@ -10,19 +10,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvferry.execution import announce
-from kvferry.execution.destination import Announcer, Announcement
+from kvferry.execution import destination
+from kvferry.execution.destination import Announcement, Announcer
 from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
 from kvferry.execution.own_rank import OwnRank
-from kvferry.execution.pair_cells import pushed_digests
-from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.source import Writer
+from kvferry.execution.source_engines import SourceEngines
 from kvferry.handoff.adapters import NO_ADAPTER, Adapter
+from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.messages import PROTOCOL_VERSION, Answer, Directory, EndPoint, Handle, Noted, Question, RankEntry
-from kvferry.handoff.source import BlockList, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.source import BlockList, Prompt
 from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.server import Server
 from kvferry.layout.named_layouts import NamedLayout
@@ -38,10 +37,12 @@ from . import cache_memory
 from .engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, LAYERS, Rank, filled_ranks, whole_blocks
 
 SECONDS = 20.0
+TRANSFER, HELD = Handle("x", 0), Handle("x", 0x2B)
+"""The handles of a router's transfer and of a hold of the prefill engine."""
 
 
 class Batches(Enum):
-    """The batches in which a prompt is pushed."""
+    """The batches in which a prompt is written."""
 
     WHOLE = "a short prompt"
     CHUNKS = "layers that do not tell when they have run"
@@ -53,11 +54,10 @@ class Parts:
 
     def __init__(self, rank: Rank, faults: FaultPlan | None = None, transport: str = "cma") -> None:
         self.rank = rank
-        self.scratch = Scratch(num_words=4)
         opened = open_transport(transport)
         self.transports = TransportSet({transport: opened if faults is None else FaultyTransport(opened, faults)})
-        self.end_points = self.transports.register([*rank.regions, self.scratch.region])
-        self.executor = Executor(self.scratch, order=cache_memory.caches.order)
+        self.end_points = self.transports.register(rank.regions)
+        self.executor = Executor(order=cache_memory.caches.order)
         self.client = Client()  # each rank is a sender or a receiver
         self.epoch = secrets.randbits(40)
         self.listener = Server(HOST, 0, lambda question: self.answerer.answer(question))
@@ -112,20 +112,17 @@ class SendingRank(Parts):
         shard = encode_shard(rank.shard)
         spans = LayerSpans({} if batches is Batches.CHUNKS else {"full": LAYERS}, layers_per_span=1)
         short_tokens = SHORT_TOKENS if batches is Batches.WHOLE else 0
-        digests = pushed_digests(integrity)
         self.answerer = self.writer = Writer(
-            self.own("p"), self.epoch, spans, keeps_events=True, short_tokens=short_tokens, digests=digests
+            self.own("p"), self.epoch, spans, keeps_events=True, short_tokens=short_tokens, digests=integrity
         )
         self.entry = RankEntry(
             rank.shard.tp_rank,
             0,
             shard,
             self.end_points,
-            0,
-            0,
-            push_end_point=self.answers_at,
+            self.answers_at,
             process=process,
-            digests=digests,
+            digests=integrity.value,
         )
 
 
@@ -160,8 +157,8 @@ class SendingEngine:
         entries = tuple(rank.entry for rank in self.ranks)
         self.listener = Server(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries))
 
-    def hold(self) -> RemoteHold:
-        return RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
+    def hold(self, handle: Handle = TRANSFER) -> RemoteHold:
+        return RemoteHold("p", EPOCH, HOST, self.listener.port, handle)
 
     def compute(
         self,
@@ -176,12 +173,12 @@ class SendingEngine:
             prompt = Prompt(num_tokens, digest, {"full": BlockList(0, ids)}, num_final, adapter)
             rank.writer.compute([(transfer_id, prompt)])
 
-    def pushed(self, count: int) -> list[JobResult]:
-        """Return the results of so many pushes, from the first rank's own report."""
+    def written(self, count: int) -> list[JobResult]:
+        """Return the results of so many writes, from the first rank's own report."""
         results: list[JobResult] = []
         end = time.monotonic() + SECONDS
         while len(results) < count:
-            assert time.monotonic() < end, "not so many pushes end"
+            assert time.monotonic() < end, "not so many writes end"
             results += self.ranks[0].executor.collect()
             time.sleep(0.002)
         return results
@@ -198,11 +195,11 @@ class ReceivingRank(Parts):
         rank: Rank,
         engine_id: str = "d",
         transport: str = "cma",
-        fence_seconds: float = announce.FENCE_SECONDS,
-        compares: Compares | None = None,
+        fence_seconds: float = destination.FENCE_SECONDS,
+        compares: Integrity = Integrity.OFF,
     ) -> None:
         super().__init__(rank, transport=transport)
-        self.engines = SourceEngines(rank.shard, IDENTITY, self.transports, engine_id, SECONDS, compares=compares)
+        self.engines = SourceEngines(rank.shard, IDENTITY, engine_id, SECONDS, wanted=compares)
         name = f"{engine_id}/{rank.tp_rank}"
         self.answerer = self.announcer = Announcer(
             self.own(name), self.answers_at, SECONDS, keeps_events=True, fence_seconds=fence_seconds
@@ -212,23 +209,26 @@ class ReceivingRank(Parts):
         self,
         hold: RemoteHold,
         ids: Sequence[int],
-        transfer_id: str = "x",
+        transfer_id: str = "",
         job_id: str = "r",
         seconds: float = SECONDS,
         adapter: str = "",
+        late_seconds: float = 0.0,
     ) -> None:
+        """Load what is held, or what has this transfer id."""
+        transfer_id = transfer_id or transfer_of(hold.handle)
         blocks = [whole_blocks("full", [0] * len(ids), ids)]
-        deadline = time.monotonic() + seconds
-        request = Announcement(job_id, transfer_id, len(ids) * BLOCK_SIZE, "prompt", deadline, adapter)
+        deadline, num_tokens = time.monotonic() + seconds, len(ids) * BLOCK_SIZE
+        request = Announcement(job_id, transfer_id, num_tokens, "prompt", deadline, hold.epoch, adapter, late_seconds)
 
-        def find() -> list[announce.SourceRank] | None:
+        def find() -> list[destination.SourceRank] | None:
             engine = self.engines.get(hold)
             return None if engine is None else engine.sources(transfer_id, blocks)
 
         self.announcer.announce(request, find)
 
     def result(self, seconds: float = SECONDS) -> JobResult:
-        results = wait_until(self.executor.collect, "no push ends", seconds=seconds)
+        results = wait_until(self.executor.collect, "no load ends", seconds=seconds)
         [result] = results
         return result
 
@@ -258,9 +258,9 @@ class Pairs:
         layout: NamedLayout = NamedLayout.BHLNC,
         transport: str = "cma",
         process: ProcessIdentity | None = None,
-        fence_seconds: float = announce.FENCE_SECONDS,
+        fence_seconds: float = destination.FENCE_SECONDS,
         kept: Integrity = Integrity.OFF,
-        compares: Compares | None = None,
+        compares: Integrity = Integrity.OFF,
         target_layout: NamedLayout | None = None,
     ) -> tuple[SendingEngine, list[ReceivingRank]]:
         """``kept`` are the digests that the senders have, ``compares`` what the receivers compare."""
