@@ -7,12 +7,12 @@ from kvferry.errors import Reason
 
 
 class Where(StrEnum):
-    """The place of the refusal in the test."""
+    """The place of the refusal in the test: two engines that meet, one that starts, or no engine."""
 
-    ENGINES = "two vLLM engines, at the handshake"
-    START = "a vLLM engine, at its start"
-    ADAPTER = "the adapter, on vLLM's own cache specifications"
-    HANDSHAKE = "the handshake, between translated caches"
+    ENGINES = "engines"
+    START = "start"
+    ADAPTER = "adapter"
+    HANDSHAKE = "handshake"
 
 
 @dataclass(frozen=True)
