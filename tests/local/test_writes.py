@@ -367,8 +367,8 @@ def test_a_hold_is_written_to_who_knows_its_generation(engines: Pairs) -> None:
 def test_a_hold_may_be_told_late(late_seconds: float, reason: Reason | None, engines: Pairs) -> None:
     sender, [receiver] = engines.open()
     receiver.receive(sender.hold(HELD), [2, 4], late_seconds=late_seconds)
-    assert receiver.is_waiting(0.15)
-    time.sleep(0.15)
+    await_announcement(sender.ranks[0])
+    time.sleep(0.3)
     sender.ranks[0].writer.hold([(transfer_of(HELD), prompt_of([5, 1], END))])
     error = receiver.result(5.0).error
     assert (None if error is None else error.reason) is reason
@@ -380,7 +380,7 @@ def test_a_reset_fails_what_is_open_and_refuses_the_former_epoch(engines: Pairs)
     with questions_to_own_engine(source):
         sender.compute(BLOCK_SIZE, [5, 1])
         receiver.receive(sender.hold(), [0, 3])
-        assert receiver.is_waiting()
+        await_announcement(source)
         source.writer.end_epoch(EPOCH + 1)
         error = receiver.result(5.0).error
         assert error is not None
@@ -434,6 +434,10 @@ def test_a_receiver_at_loopback_loads_from_its_own_host_alone(engines: Pairs, mo
         assert (None if error is None else error.reason) is reason
         engines.receivers = []
         receiver.close()
+
+
+def await_announcement(source: SendingRank) -> None:
+    wait_until(lambda: not source.writer.is_quiet, "nothing is announced")
 
 
 def prompt_of(ids: Sequence[int], num_final: int) -> Prompt:
@@ -607,7 +611,7 @@ def test_another_prompt_is_refused(engines: Pairs) -> None:
 def test_a_sender_that_is_gone_is_an_error_and_its_blocks_come_back(engines: Pairs) -> None:
     sender, [receiver] = engines.open()
     receiver.receive(sender.hold(), [0, 3])
-    assert receiver.is_waiting()
+    await_announcement(sender.ranks[0])
     sender.close()
     error = receiver.result(5.0).error
     assert error is not None
@@ -745,7 +749,7 @@ def test_events_show_each_span_pushed_while_the_next_is_computed(engines: Pairs)
     sender, [receiver] = engines.open(batches=Batches.SPANS)
     [source] = sender.ranks
     receiver.receive(sender.hold(), [0, 3])
-    assert receiver.is_waiting()
+    await_announcement(sender.ranks[0])
     step(source, "x", [5, 1], seconds_per_layer=0.1)
     received = receiver.result().events
     [result] = sender.written(1)
@@ -783,7 +787,7 @@ def test_a_prompt_that_was_computed_before_its_blocks_were_announced_goes_whole(
     for transfer_id, num_batches in (("x", len(LAYERS)), ("y", 1)):
         if transfer_id == "x":
             receiver.receive(sender.hold(), [0, 3], transfer_id)
-            assert receiver.is_waiting()
+            await_announcement(sender.ranks[0])
         step(sender.ranks[0], transfer_id, [5, 1], seconds_per_layer=0.1)
         if transfer_id == "y":
             receiver.receive(sender.hold(), [0, 3], transfer_id)
