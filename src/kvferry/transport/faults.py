@@ -254,7 +254,8 @@ def _at(ranges: Addresses, positions: Addresses) -> Addresses:
     """Return the addresses of positions in a stream of ranges."""
     ends = np.cumsum(ranges[:, 1])
     index = np.searchsorted(ends, positions, side="right")
-    return ranges[index, 0] + (positions - (ends[index] - ranges[index, 1]))
+    addresses: Addresses = ranges[index, 0] + (positions - (ends[index] - ranges[index, 1]))
+    return addresses
 
 
 def _write(landed: RangeStream, position: int, content: bytes) -> None:
