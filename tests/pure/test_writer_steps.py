@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvferry.execution.device import HOST, Mark
-from kvferry.execution.writer import Writer
+from kvferry.execution.source import Writer
 from kvferry.handoff.messages import Identity, WriteKey
 from kvferry.handoff.source import END, Need, Prompt, WriteRequest
 from kvferry.plan.layer_spans import LayerSpans, Span
@@ -91,7 +91,7 @@ def test_a_span_is_final_when_all_of_its_layers_have_run_in_whatever_order() -> 
 
 
 def test_of_steps_that_nobody_takes_the_latest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.execution.writer.MAX_STEPS", 2)
+    monkeypatch.setattr("kvferry.execution.source.MAX_STEPS", 2)
     writer = made(HOST, keeps_events=True)
     for num_final in (8, 16, END):
         writer.begin_step([("x", prompt(num_final))])
