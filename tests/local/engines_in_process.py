@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import KVFerryError
-from kvferry.execution.source_engines import SourceEngine, SourceEngines
+from kvferry.execution.source_engines import Compares, SourceEngine, SourceEngines
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -136,7 +136,7 @@ class DecodeRank:
 
     def __init__(self, rank: HoldsCache, timeout_seconds: float = 20.0, integrity: Integrity = Integrity.OFF) -> None:
         self.rank = rank
-        self.engines = SourceEngines(rank.shard, IDENTITY, "d/0", timeout_seconds, wanted=integrity)
+        self.engines = SourceEngines(rank.shard, IDENTITY, "d/0", timeout_seconds, compares=Compares(integrity))
 
     def engine(self, hold: RemoteHold) -> SourceEngine:
         """Poll until the handshake has ended."""

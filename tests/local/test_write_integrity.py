@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason
-from kvferry.execution import announce, push_digests
+from kvferry.execution import destination, digests
 from kvferry.execution.source_engines import Compares
-from kvferry.handoff.messages import Announce, DigestTable, Written
+from kvferry.handoff.messages import Written
 from kvferry.handoff.source import END
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan import digest_cells
 from kvferry.plan.digest_cells import Integrity
 from kvferry.transport.faults import FaultPlan
 
-from . import engines_that_write
 from .engines_in_process import BLOCK_SIZE, HEADS, LAYERS, ROW_BYTES
 from .engines_that_write import Batches, Pairs, ReceivingRank, SendingEngine, check_arrived, engines
 
@@ -44,7 +42,7 @@ class Damage:
 
     def __init__(self, patch: pytest.MonkeyPatch, receiver: ReceivingRank) -> None:
         self.flips: list[tuple[int, int, int]] = []
-        note = announce.AwaitedLoad._note_pushed
+        note = destination.AwaitedLoad._note_written
 
         def damage(push: Any, receiving: Any, event: Written) -> None:
             if event.source_index == self.of:
@@ -53,7 +51,7 @@ class Damage:
                 self.flips = []
             note(push, receiving, event)
 
-        patch.setattr(announce.AwaitedLoad, "_note_pushed", damage)
+        patch.setattr(destination.AwaitedLoad, "_note_written", damage)
 
 
 @pytest.mark.parametrize("batches", Batches)
@@ -169,58 +167,22 @@ def test_a_source_refuses_a_destination_that_asks_for_more_than_it_has(engines: 
 
 
 def test_an_engine_without_digests_is_believed_where_none_are_required(engines: Pairs) -> None:
-    """As an engine of an earlier version is: its directory names no digests, and it asks for none."""
+    """As one whose cache is not comparable, where the decode engine's setting is the default."""
     sender, [receiver] = engines.open(compares=Compares(SAMPLE, is_required=False))
     [result] = push(sender, [receiver])
     assert (result.error, result.num_compared_bytes) == (None, 0)
 
 
-def test_a_destination_of_an_earlier_version_gets_no_digests(engines: Pairs) -> None:
+def test_a_destination_that_asks_for_none_gets_no_digests(engines: Pairs) -> None:
     sender, [receiver] = engines.open(kept=FULL)
     [result] = push(sender, [receiver])
     assert (result.error, result.num_compared_bytes) == (None, 0)
-    assert sender.pushed(1)[0].num_compared_bytes == 0
-
-
-def test_messages_of_an_earlier_version_lack_the_fields_and_are_read(engines: Pairs) -> None:
-    asked: list[Announce] = []
-    reports: list[Written] = []
-    sender, [receiver] = engines.open()
-    answers = [sender.ranks[0].writer, receiver.announcer]
-    for writer, kept in zip(answers, (asked, reports), strict=True):
-        answer = writer.answer
-        writer.answer = lambda question, answer=answer, kept=kept: (kept.append(question), answer(question))[1]  # type: ignore[method-assign,misc,attr-defined]
-    [result] = push(sender, [receiver])
-    assert result.error is None
-    [announced] = [each for each in asked if isinstance(each, Announce)]
-    [pushed] = [each for each in reports if isinstance(each, Written)]
-    assert (announced.integrity, pushed.digests) == ("off", b"")
-
-
-@pytest.mark.parametrize("is_earlier", [False, True])
-def test_a_source_of_an_earlier_version_is_asked_for_digests_of_whole_cells(
-    is_earlier: bool, engines: Pairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And a destination of an earlier version, which asks without a word of slices, gets the same."""
-    monkeypatch.setattr(digest_cells, "SLICE_BYTES", 4)
-    if is_earlier:
-        monkeypatch.setattr(engines_that_write, "pushed_digests", lambda _: DigestTable("sample", 0, 0))
-    sender, receivers = engines.open(2, 1, kept=SAMPLE, compares=Compares(SAMPLE, is_required=True))
-    asked: list[Announce] = []
-    for rank in sender.ranks:
-        answer = rank.writer.answer
-        rank.writer.answer = lambda question, answer=answer: (asked.append(question), answer(question))[1]  # type: ignore[method-assign,misc]
-    [result] = push(sender, receivers)
-    assert result.error is None
-    assert {question.is_sliced for question in asked if isinstance(question, Announce)} == {not is_earlier}
-    # One cell of each rank and block: all channels of one layer and head, or one word of 4 bytes of each token.
-    cell_bytes = ROW_BYTES // len(LAYERS) // HEADS if is_earlier else BLOCK_SIZE * 4
-    assert result.num_compared_bytes == 2 * 3 * cell_bytes
+    assert sender.written(1)[0].num_compared_bytes == 0
 
 
 def test_digests_that_belong_to_another_push_are_refused(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, [receiver] = engines.open(kept=FULL, compares=Compares(FULL))
-    monkeypatch.setattr(push_digests.WrittenDigests, "encoded", lambda _: bytes(8))
+    monkeypatch.setattr(digests.WrittenDigests, "encoded", lambda _: bytes(8))
     [result] = push(sender, [receiver])
     assert result.error is not None
     assert result.error.reason is Reason.PROTOCOL_MISMATCH
@@ -231,7 +193,7 @@ def test_digests_of_long_pushes_are_folded_and_still_find_a_bit(
     wanted: Integrity, engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message has room for fewer digests than the prompt has cells."""
-    monkeypatch.setattr(push_digests, "MAX_WORDS", 20 if wanted is FULL else 3)
+    monkeypatch.setattr(digests, "MAX_WORDS", 20 if wanted is FULL else 3)
     sender, [receiver] = engines.open(kept=FULL, compares=Compares(wanted), batches=Batches.SPANS)
     damage = Damage(monkeypatch, receiver)
     found = 0
@@ -251,19 +213,19 @@ def test_digests_of_long_pushes_are_folded_and_still_find_a_bit(
 
 def test_other_jobs_go_on_between_two_sums(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of a comparison ends after so many bytes, at the source and at the destination."""
-    for module in (push_digests, announce):
+    for module in (digests, destination):
         monkeypatch.setattr(module, "PER_ADVANCE", 1)
-    monkeypatch.setattr(push_digests, "MOST_BYTES", 1)
+    monkeypatch.setattr(digests, "MOST_BYTES", 1)
     sender, [receiver] = engines.open(kept=FULL, compares=Compares(FULL))
     turns = []
-    compare = announce.AwaitedLoad._compare
+    compare = destination.AwaitedLoad._compare
 
     def counted(push: Any, receiving: Any) -> bool:
         moved = compare(push, receiving)
         turns.append(moved)
         return moved
 
-    monkeypatch.setattr(announce.AwaitedLoad, "_compare", counted)
+    monkeypatch.setattr(destination.AwaitedLoad, "_compare", counted)
     [result] = push(sender, [receiver])
     assert result.error is None
     # 3 blocks of 4 tokens, 2 layers, 4 heads; and one turn that notices the end.
@@ -274,7 +236,7 @@ def test_a_push_that_ends_while_it_is_compared_gives_its_blocks_back(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, [receiver] = engines.open(kept=FULL, compares=Compares(FULL))
-    monkeypatch.setattr(announce.AwaitedLoad, "_compare", lambda *_: False)
+    monkeypatch.setattr(destination.AwaitedLoad, "_compare", lambda *_: False)
     receiver.receive(sender.hold(), TARGET_IDS, seconds=0.5)
     sender.compute(END, SOURCE_IDS)
     error = receiver.result().error

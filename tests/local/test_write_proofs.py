@@ -19,9 +19,9 @@ import pytest
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.peers import Peers
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import Announce, Handle, Noted, Written, WriteFailed, WriteKey, Question, Release
-from kvferry.handoff.source import END
+from kvferry.handoff.messages import Announce, Handle, Noted, Question, Release, WriteFailed, WriteKey, Written
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.source import END
 from kvferry.handoff.wire.client import ask
 from kvferry.layout.shard import Region
 from kvferry.transport import registry
@@ -67,7 +67,7 @@ def elsewhere() -> ProcessIdentity:
 
 
 def is_introduced(sender: SendingEngine) -> bool:
-    return all(rank.writer._sender.num_open for rank in sender.ranks)
+    return all(rank.writer._writes.num_open for rank in sender.ranks)
 
 
 def test_hole_1_a_refused_connection_does_not_prove_that_the_sender_has_ended(engines: Pairs) -> None:
@@ -150,7 +150,7 @@ def test_nothing_is_announced_to_a_process_that_has_ended(engines: Pairs) -> Non
         error = receiver.result(5.0).error
     assert error is not None
     assert error.reason is Reason.PEER_DIED
-    assert sender.ranks[0].writer._sender.num_open == 0
+    assert sender.ranks[0].writer._writes.num_open == 0
 
 
 def test_a_process_is_known_by_its_start_time_and_its_end_by_a_descriptor() -> None:
@@ -636,6 +636,6 @@ def test_hole_12_a_decode_engine_that_is_killed_in_a_push_lets_the_prefill_block
         receiver.listener.close()
         wait_until(lambda: bool(asked))
     assert asked == [Release(7, (handle_of_transfer("x"),))]
-    [result] = sender.pushed(1)
+    [result] = sender.written(1)
     assert result.error is not None
     assert result.error.reason is Reason.PEER_UNREACHABLE

@@ -43,6 +43,7 @@ from kvferry.handoff.wire.trust import Trust
 from kvferry.layout.shard import encode_shard
 from kvferry.transport.end_points import own_identity
 from kvferry.transport.faults import FaultPlan
+from kvferry.transport.processes import is_on_this_host
 
 from ..waits import wait_until
 from .engines_in_process import BLOCK_SIZE, EPOCH, HEADS, HOST, IDENTITY, LAYERS, Rank
@@ -424,6 +425,7 @@ def test_a_receiver_that_the_sender_may_not_reach_is_refused_at_once(
 
 
 def test_a_receiver_at_loopback_loads_from_its_own_host_alone(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(introductions, "is_on_this_host", is_on_this_host)
     here = own_identity()
     elsewhere = msgspec.structs.replace(here, boot_id="of another host")
     for process, reason in ((here, None), (elsewhere, Reason.PEER_UNREACHABLE)):

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.destination import SourceRank
@@ -31,19 +32,31 @@ MAX_DIRECTORY_BYTES = 256 << 20
 each may have as many as an answer."""
 
 
+class Compares(NamedTuple):
+    """How much a rank compares of what it loads. Where ``is_required`` is false, nothing is compared with an engine that
+    computes no digests, such as one whose cache is not comparable.
+    """
+
+    wanted: Integrity
+    is_required: bool = True
+
+
+NOTHING_COMPARED = Compares(Integrity.OFF)
+
+
 class SourceEngine:
     """A prefill engine in one epoch, as one decode rank knows it: its directory, and the route from its ranks.
 
-    ``wanted`` says how much of what they write is compared. Raises :class:`PlanError` (unsupported) where this rank
+    ``compares`` says how much of what they write is compared. Raises :class:`PlanError` (unsupported) where this rank
     could not compare it, and as :meth:`Route.proved_plans`.
     """
 
-    def __init__(self, directory: Directory, shard: Shard, wanted: Integrity) -> None:
+    def __init__(self, directory: Directory, shard: Shard, compares: Compares) -> None:
         self._route = Route(decode_shards(directory), shard)
-        self._directory, self._shard, self._wanted = directory, shard, wanted
+        self._directory, self._shard, self._compares = directory, shard, compares
         self._shards = tuple(entry.shard for entry in directory.ranks)
         self.num_bytes = _num_bytes(directory)
-        self._cells: dict[PairPlan, PartCells] = {}
+        self._cells: dict[PairPlan, PartCells | None] = {}
         for plan in self._route.proved_plans(0):
             self._cells_of(plan)
 
@@ -67,12 +80,22 @@ class SourceEngine:
 
     def _cells_of(self, plan: PairPlan) -> PartCells | None:
         """Return the cells of a write that are compared; None where none are."""
-        if self._wanted is Integrity.OFF:
-            return None
         if plan not in self._cells:
-            check_computes(Integrity(self._directory.ranks[plan.assignment.source_index].digests), self._wanted)
-            self._cells[plan] = PartCells(plan, self._wanted, at_source=False)
+            self._cells[plan] = self._compared(plan)
         return self._cells[plan]
+
+    def _compared(self, plan: PairPlan) -> PartCells | None:
+        computed = Integrity(self._directory.ranks[plan.assignment.source_index].digests)
+        wanted, is_required = self._compares
+        if wanted is Integrity.OFF:
+            return None
+        if computed is Integrity.OFF and not is_required:
+            engine_id = self._directory.engine_id
+            told = "kvferry: what engine %s writes is not compared: the engine computes no digests."
+            logger.warning(told, engine_id, peer=engine_id)
+            return None
+        check_computes(computed, wanted)
+        return PartCells(plan, wanted, at_source=False)
 
 
 def _num_bytes(directory: Directory) -> int:
@@ -92,7 +115,7 @@ def _no_room(num_bytes: int) -> HandoffError:
 class SourceEngines:
     """The routes of one decode rank, by prefill engine. Handshakes run on other threads.
 
-    ``wanted`` says how much of what is written is compared.
+    ``compares`` says how much of what is written is compared.
     """
 
     def __init__(
@@ -102,10 +125,10 @@ class SourceEngines:
         sender: str,
         timeout_seconds: float,
         trust: Trust = THIS_MACHINE,
-        wanted: Integrity = Integrity.OFF,
+        compares: Compares = NOTHING_COMPARED,
     ) -> None:
         self._trust = trust
-        self._wanted = wanted
+        self._compares = compares
         self._weights_version = FIRST_WEIGHTS
         self._shard = shard
         self._identity = identity
@@ -180,7 +203,7 @@ class SourceEngines:
     def _build(self, handshake: BackgroundCall[Directory], hold: RemoteHold) -> SourceEngine:
         """Return the engine. Its handshake keeps the error of an engine that cannot be."""
         try:
-            return SourceEngine(handshake.result(), self._shard, self._wanted)
+            return SourceEngine(handshake.result(), self._shard, self._compares)
         except KVFerryError as error:
             self._tell_refusal(handshake, hold, error)
             handshake.fail(error)

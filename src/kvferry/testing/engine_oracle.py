@@ -17,12 +17,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.execution.source_engines import NOTHING_COMPARED
 from kvferry.integrations.vllm.translate.attention import PLAIN_INSTRUCTION_SETS
-from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 
 if TYPE_CHECKING:
+    from kvferry.execution.source_engines import Compares
     from kvferry.integrations.vllm.worker.role import WorkerRole
 
 # Limit of the elements of another page that equal a label by chance: labels have 23 bits.
@@ -72,7 +73,7 @@ class EngineOracle:
     if TYPE_CHECKING:
         model_runner: Any
         vllm_config: Any
-        _oracle_wanted: Integrity
+        _oracle_compares: Compares
 
     def oracle_label(self, text: str) -> dict[str, Any]:
         """Write labels over the blocks of one request: ``block_ids`` has a list for each cache group, in prompt order.
@@ -178,9 +179,9 @@ class EngineOracle:
         assert role._rank is not None
         source_engines = role._rank.source_engines
         if plan is None:
-            source_engines._wanted = getattr(self, "_oracle_wanted", source_engines._wanted)
-        elif source_engines._wanted is not Integrity.OFF:
-            self._oracle_wanted, source_engines._wanted = source_engines._wanted, Integrity.OFF
+            source_engines._compares = getattr(self, "_oracle_compares", source_engines._compares)
+        elif source_engines._compares != NOTHING_COMPARED:
+            self._oracle_compares, source_engines._compares = source_engines._compares, NOTHING_COMPARED
         source_engines._engines.clear()
         assert role._source is not None
         destinations = role._source.writer.destinations
