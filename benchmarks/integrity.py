@@ -102,17 +102,16 @@ class Engines:
         self.destination = Rank(case, 0, 1)
         self.transports: TransportSet = open_transports("cma")
         regions = [region for rank in (*self.sources, self.destination) for region in rank.shard.regions]
-        end_points = self.transports.register(regions)
-        links = {index: self.transports.connect(end_points) for index in range(case.prefill_tp)}
-        self.route = Route([rank.shard for rank in self.sources], self.destination.shard, links)
-        while not self.route.is_ready():
+        self.link = self.transports.connect(self.transports.register(regions))
+        while self.link.poll() is None:
             time.sleep(0.001)
+        self.route = Route([rank.shard for rank in self.sources], self.destination.shard)
         self._generator = np.random.default_rng(7)
         self._case = case
         self._spans = LayerSpans({"full": [str(layer) for layer in range(NUM_LAYERS)]})
         self._number = 0
         self._cells = {
-            (plan, kept, at_source): PartCells(plan, kept, at_source=at_source, is_sliced=kept is Integrity.SAMPLE)
+            (plan, kept, at_source): PartCells(plan, kept, at_source=at_source)
             for plan in self.route.plans(0)
             for kept in (Integrity.SAMPLE, Integrity.FULL)
             for at_source in (True, False)
@@ -169,17 +168,22 @@ class Engines:
         self, plan: PairPlan, part: Part, key: WriteKey, blocks: GroupBlocks, digests: WrittenDigests | None
     ) -> JobResult:
         """Run one source's write: each span of layers as the engine declares it final."""
-        sender, results = SourceWrites(), list[JobResult]()
+        writes, results = SourceWrites(), list[JobResult]()
         deadline = time.monotonic() + DEADLINE_SECONDS
-        sender.announce(WriteRequest(key, "x", self._case.tokens, "digest", part.needs, deadline), now=0.0)
-        link = self.route.links[plan.assignment.source_index]
+        writes.announce(WriteRequest(key, "x", self._case.tokens, "digest", part.needs, deadline), now=0.0)
         job = Write(
-            sender, threading.Lock(), key, part, link.poll, lambda result, _: results.append(result), digests=digests
+            writes,
+            threading.Lock(),
+            key,
+            part,
+            self.link.poll,
+            lambda result, _: results.append(result),
+            digests=digests,
         )
         prompt = Prompt(self._case.tokens, "digest", {"full": BlockList(0, blocks.source_ids.tolist())}, END)
-        sender.begin_step({"x": prompt})
+        writes.begin_step({"x": prompt})
         for span in self._spans.layers_of:
-            sender.reach(span)
+            writes.reach(span)
             while job.advance(time.monotonic()) and job.phase is not Phase.DONE:
                 pass
         while job.phase is not Phase.DONE:
