@@ -1,10 +1,10 @@
-"""Events of a push: landed batches, and bounded lists."""
+"""Events of a write: landed batches, and bounded lists."""
 
 import json
 
 import pytest
 
-from kvferry.execution import write
+from kvferry.execution import source
 from kvferry.execution.source import WriteEvents
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.source import Cut, WriteRequest
@@ -32,7 +32,7 @@ def test_a_batch_that_failed_has_not_landed() -> None:
 
 
 def test_the_lists_of_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "MAX_BATCHES", 3)
+    monkeypatch.setattr(source, "MAX_BATCHES", 3)
     events = WriteEvents(REQUEST, {})
     for number in range(9):
         events.posted((Cut(GROUP, 0, 16),), 1, 100, 2.0 + number)

@@ -58,14 +58,14 @@ def made(order: Any, *, keeps_events: bool = False) -> Writer:
     spans = LayerSpans({"full": LAYERS}, layers_per_span=2)
     writer = Writer(Mock(order=order), 1, spans, keeps_events=keeps_events)
     needs = {span: Need(0, 40, 16) for span in (FIRST, SECOND)}
-    writer._sender.announce(WriteRequest(KEY, "x", 40, "p", needs, deadline=1e12), now=0.0)
+    writer._writes.announce(WriteRequest(KEY, "x", 40, "p", needs, deadline=1e12), now=0.0)
     return writer
 
 
 def taken(writer: Writer) -> dict[int, int]:
     """Take and land what goes now; return up to which token, by span."""
-    batch = writer._sender.take(KEY)
-    writer._sender.landed(KEY)
+    batch = writer._writes.take(KEY)
+    writer._writes.landed(KEY)
     return {cut.span.number: cut.end_token for cut in batch}
 
 
@@ -134,10 +134,10 @@ def test_a_layer_outside_of_a_step_vouches_for_nothing() -> None:
     assert taken(writer) == {1: 16, 2: 16}
     for layer in ("0", "1"):
         writer.reach(layer)
-    assert writer._sender._done_spans == set()
+    assert writer._writes._done_spans == set()
 
 
-def test_what_the_device_has_not_done_is_not_pushed_though_the_next_step_is_launched(device: Device) -> None:
+def test_what_the_device_has_not_done_is_not_written_though_the_next_step_is_launched(device: Device) -> None:
     writer = made(device)
     for num_final in (16, END):
         writer.begin_step([("x", prompt(num_final))])
@@ -165,7 +165,7 @@ def test_a_step_that_was_launched_before_a_preemption_begins_nothing_after_it(de
     writer.preempt(["x"])
     settle(writer, device, 3)
     assert taken(writer) == {}
-    assert writer._sender.prompt_of(KEY) is None
+    assert writer._writes.prompt_of(KEY) is None
 
 
 def test_nothing_is_kept_of_a_prompt_that_ended_in_the_step_that_computes_it(device: Device) -> None:
@@ -175,7 +175,7 @@ def test_nothing_is_kept_of_a_prompt_that_ended_in_the_step_that_computes_it(dev
     writer.begin_step([("x", prompt(16))])
     writer.compute([("x", prompt(16))])
     settle(writer, device, 2)
-    assert (writer._num_preemptions, writer._sender._prompts, writer._sender._running) == ({}, {}, {})
+    assert (writer._num_preemptions, writer._writes._prompts, writer._writes._running) == ({}, {}, {})
 
 
 def settle(writer: Writer, device: Device, num_marks: int) -> None:
