@@ -319,7 +319,7 @@ def test_an_announcement_of_no_tokens_is_over_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"digest": "of another part"}, {"registration": 7}, {"transfer_id": "hold"}], ids=str
+    "wrong", [{"digest": "of another part"}, {"registration": 7}, {"transfer_id": HOLD}], ids=lambda wrong: str(*wrong)
 )
 def test_a_refused_announcement_takes_no_room_of_those_that_come_after_their_revocation(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
