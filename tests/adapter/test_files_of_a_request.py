@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 import threading
 import time
@@ -54,16 +53,21 @@ class Files:
                 self.found.add(str(path.relative_to(SOURCE)))
 
 
-def in_turn(prefill: HandoffEngine, decode: HandoffEngine, _: str) -> list[int]:
+def in_turn(prefill: HandoffEngine, decode: HandoffEngine) -> list[int]:
     """Hand a prompt over as a sequential router does; return the tokens."""
     held = prefill.ask("p", PROMPT, {"do_remote_decode": True}, max_tokens=1)
     return decode.ask("d", PROMPT, held.params).tokens
 
 
-def at_once(prefill: HandoffEngine, decode: HandoffEngine, log: str) -> list[int]:
+def at_once(prefill: HandoffEngine, decode: HandoffEngine) -> list[int]:
     """Hand a prompt over as a concurrent router does; return the tokens."""
-    [address] = re.findall(r"bootstrap queries are answered on (http://\S+:\d+)", log)[:1]
-    asked = {"do_remote_prefill": True, "transfer_id": "xfer-1", "remote_bootstrap_addr": address}
+    port = prefill.connector._scheduler._source.bootstrap.port
+    asked = {
+        "do_remote_prefill": True,
+        "transfer_id": "xfer-1",
+        "remote_engine_id": "any",
+        "remote_bootstrap_addr": f"http://127.0.0.1:{port}",
+    }
     with ThreadPoolExecutor(1) as thread:
         answer = thread.submit(decode.ask, "d", PROMPT, asked)
         time.sleep(ANNOUNCED_SECONDS)
@@ -72,16 +76,13 @@ def at_once(prefill: HandoffEngine, decode: HandoffEngine, log: str) -> list[int
 
 
 @pytest.mark.parametrize(("flow", "hand_over"), [("sequential", in_turn), ("concurrent", at_once)])
-def test_the_files_of_a_first_request(
-    flow: str, hand_over: Callable[..., list[int]], make_engine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_files_of_a_first_request(flow: str, hand_over: Callable[..., list[int]], make_engine: Any) -> None:
     files = Files()
     try:
         model = MODELS["full attention"]
         prefill, decode = make_engine(model), make_engine(model, num_blocks=60)
-        log = caplog.text
         files.counts = True
-        tokens = hand_over(prefill, decode, log)
+        tokens = hand_over(prefill, decode)
         files.counts = False
     finally:
         files.close()
