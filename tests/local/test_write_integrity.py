@@ -158,7 +158,7 @@ def test_an_engine_that_has_fewer_digests_is_refused_before_a_byte_moves(
 def test_a_source_refuses_a_destination_that_asks_for_more_than_it_has(engines: Pairs) -> None:
     """Even where the destination has not looked at the directory."""
     sender, [receiver] = engines.open(kept=SAMPLE, compares=Compares(SAMPLE))
-    sender.ranks[0].writer._kept = None
+    sender.ranks[0].writer._computes = Integrity.OFF
     receiver.receive(sender.hold(), TARGET_IDS)
     error = receiver.result(5.0).error
     assert error is not None
@@ -242,4 +242,4 @@ def test_a_push_that_ends_while_it_is_compared_gives_its_blocks_back(
     error = receiver.result().error
     assert error is not None
     assert error.reason is Reason.DEADLINE_EXCEEDED
-    assert "by source ranks [0]" in error.message
+    assert "by the prefill ranks at" in error.message

@@ -122,7 +122,7 @@ def test_a_strangers_report_does_not_give_blocks_back_that_the_sender_still_writ
 
 
 def report(receiver: ReceivingRank, key: WriteKey, kind: str) -> None:
-    failed = WriteFailed("aborted", "it is given up.", key=key, source_index=0)
+    failed = WriteFailed("aborted", "it is given up.", key=key, source_index=0, may_land=False)
     landed = Written(key, 0, "of another part", 0, 0, "cma", 0.0)
     ask(HOST, receiver.answers_at.port, failed if kind == "failed" else landed, SECONDS)
 

@@ -33,6 +33,7 @@ from kvferry.handoff.messages import (
     Question,
     Release,
     Revoke,
+    WriteKey,
     Written,
 )
 from kvferry.handoff.source import END, BlockList, Prompt
@@ -392,6 +393,24 @@ def test_a_reset_fails_what_is_open_and_refuses_the_former_epoch(engines: Pairs)
         assert error.reason is Reason.PEER_CHANGED
         assert source.writer.engine is not None
         assert source.writer.engine.epoch == EPOCH + 1
+
+
+def test_an_announcement_that_a_reset_overtakes_is_refused(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would get the cache of the new weights under the epoch of the former ones."""
+    sender, [receiver] = engines.open()
+    writer = sender.ranks[0].writer
+    announced = writer.destinations.announced
+
+    def reset_meanwhile(key: WriteKey, registration: int, token: int) -> destinations.DestinationRank:
+        found = announced(key, registration, token)
+        writer.end_epoch(EPOCH + 1)
+        return found
+
+    monkeypatch.setattr(writer.destinations, "announced", reset_meanwhile)
+    receiver.receive(sender.hold(), [0, 3])
+    error = receiver.result(5.0).error
+    assert error is not None
+    assert error.reason is Reason.WEIGHTS_CHANGED
 
 
 @pytest.mark.parametrize("fails", [False, True])

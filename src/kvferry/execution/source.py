@@ -474,8 +474,8 @@ class Writer:
         with self._lock:
             self._num_resets += 1
             self._writes.fail_all(_reset())
-        if self.engine is not None:
-            self.engine = msgspec.structs.replace(self.engine, epoch=engine_epoch)
+            if self.engine is not None:
+                self.engine = msgspec.structs.replace(self.engine, epoch=engine_epoch)
         self._rank.executor.wake()
 
     def take_steps(self) -> list[dict[str, Any]]:
@@ -536,8 +536,10 @@ class Writer:
     def _announce(self, question: Announce) -> str:
         """Begin a write; return the transport over which alone it writes, empty where that is still open."""
         key = question.key
-        if (engine := self.engine) is not None:
-            check_epoch(question.engine_epoch, engine.epoch)
+        with self._lock:
+            num_resets = self._num_resets
+            if self.engine is not None:
+                check_epoch(question.engine_epoch, self.engine.epoch)
         destination = self.destinations.announced(key, question.registration, question.token)
         plan = destination.plan(question.transfer_id)
         part = Part(plan, question.blocks)
@@ -566,6 +568,8 @@ class Writer:
         )
         num_blocks = sum(len(blocks.block_ids) for blocks in question.blocks)
         with self._lock:
+            if self._num_resets != num_resets:
+                raise _reset()
             if not self._writes.announce(request, now):
                 return ""
             self._open[key] = destination, num_blocks

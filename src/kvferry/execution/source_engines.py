@@ -33,8 +33,8 @@ each may have as many as an answer."""
 
 
 class Compares(NamedTuple):
-    """How much a rank compares of what it loads. Where ``is_required`` is false, nothing is compared with an engine that
-    computes no digests, such as one whose cache is not comparable.
+    """How much a rank compares of what it loads. Where ``is_required`` is false, nothing is compared with an engine
+    that computes no digests, such as one whose cache is not comparable.
     """
 
     wanted: Integrity
