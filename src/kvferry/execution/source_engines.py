@@ -52,7 +52,8 @@ class SourceEngine:
     """
 
     def __init__(self, directory: Directory, shard: Shard, compares: Compares) -> None:
-        self._route = Route(decode_shards(directory), shard)
+        self._sources = decode_shards(directory)
+        self._route = Route(self._sources, shard)
         self._directory, self._shard, self._compares = directory, shard, compares
         self._shards = tuple(entry.shard for entry in directory.ranks)
         self.num_bytes = _num_bytes(directory)
@@ -77,6 +78,23 @@ class SourceEngine:
                 SourceRank(index, entry.answers_at, part, self._shards, self._directory.version, entry.process, cells)
             )
         return ranks
+
+    def check_block_sizes(self, block_sizes: Sequence[int]) -> None:
+        """Refuse block sizes, by cache group, that are not the engine's: the parameters of a request say them.
+
+        Raises :class:`HandoffError` (wrong-parameters).
+        """
+        for shard in self._sources:
+            for group in shard.groups:
+                index = int(group.name)
+                if index >= len(block_sizes) or group.block_size != block_sizes[index]:
+                    raise HandoffError(
+                        Reason.WRONG_PARAMETERS,
+                        f"the request's parameters say block sizes {list(block_sizes)} of engine "
+                        f"{self._directory.engine_id!r}, whose cache group {index} has blocks of {group.block_size} "
+                        "tokens.",
+                        "Check that the router copies the prefill engine's kv_transfer_params whole.",
+                    )
 
     def _cells_of(self, plan: PairPlan) -> PartCells | None:
         """Return the cells of a write that are compared; None where none are."""
