@@ -155,6 +155,11 @@ class AwaitedLoad:
             if self._is_behind_fence(index, is_broken=self._load.is_broken(index)):
                 self._load.fenced(index, error)
 
+    def is_announced_in(self, registration: int) -> bool:
+        """Return whether the load goes on, and a source knows of blocks in this registration of the rank's memory."""
+        goes_on = self._load is not None and self._load.error is None and self.phase is not Phase.DONE
+        return goes_on and registration in self._registrations.values()
+
     def _is_behind_fence(self, index: int, *, is_broken: bool) -> bool:
         """Return whether a fence has closed what a source was told of, and keeps out what may land of it."""
         registration = self._registrations.get(index)
@@ -461,7 +466,10 @@ class Announcer:
         self._loads: dict[int, AwaitedLoad] = {}
         self._unclosed: set[int] = set()
         self.next_fence_at = 0.0
-        """Before it no fence keeps out what a source that lives has sent: each fence fails the loads of others."""
+        """Before it no fence keeps out what a source that lives has sent: memory is registered anew each time."""
+        self._closing: int | None = None
+        """The registration that a fence closes once the loads that were announced in it are over."""
+        self._fenced_from = self._fence_next = ""
         self._pending: dict[tuple[str, int, Announce | Revoke], tuple[int, int]] = {}
 
     @property
@@ -532,31 +540,49 @@ class Announcer:
 
     def is_closed(self, registration: int) -> bool:
         """Return whether a fence has closed this rank's memory for what was announced in a registration."""
-        return registration < self.num_fences and registration not in self._unclosed
+        return registration < self.num_fences and registration not in self._unclosed and registration != self._closing
 
     def fence(self, where: str) -> None:
-        """Close this rank's memory for all that was announced in this registration, and introduce the rank anew for
-        what comes.
+        """Register this rank's memory anew, for all that is announced from now on, and close the former registration
+        once the loads that were announced in it are over: each has a deadline. It may take some seconds.
 
-        Loads in progress fail, and so do writes of this rank's own. It may take some seconds.
+        The loads of other sources go on meanwhile; writes of this rank's own fail when the registration closes.
         """
-        fence = self.transports.fence()
+        if self._closing is not None:
+            self._fence_next = where
+            return
+        self._closing = self.num_fences
+        self.introductions.renew(self.transports.renew())
         self.next_fence_at = time.monotonic() + self.fence_seconds
-        if fence.holes:
-            self._unclosed.add(self.num_fences)
-        self.introductions.renew(fence.end_points)
-        if fence.holes:
+        num_loads = sum(load.is_announced_in(self._closing) for load in self._loads.values())
+        told = "kvferry: a fence: this rank's memory is registered anew, and closed to %s once %d other loads are over."
+        logger.warning(told, where, num_loads)
+        self._fenced_from = where
+        self._close_former()
+
+    def _close_former(self) -> None:
+        """Close the former registration, unless loads that were announced in it go on; then the blocks behind it are
+        free.
+        """
+        if self._closing is None or any(load.is_announced_in(self._closing) for load in self._loads.values()):
+            return
+        closed, self._closing = self._closing, None
+        if holes := self.transports.close_former():
+            self._unclosed.add(closed)
             logger.error(
                 "kvferry: the fence has holes, and the quarantined blocks stay until this engine is restarted: %s.",
-                "; ".join(fence.holes),
+                "; ".join(holes),
             )
-            return
-        logger.warning("kvferry: a fence: this rank's memory was closed and registered anew; loads in progress fail.")
-        for load in list(self._loads.values()):
-            load.fenced(_fenced(where))
+        else:
+            for load in list(self._loads.values()):
+                load.fenced(_fenced(self._fenced_from))
+        where, self._fence_next = self._fence_next, ""
+        if where:
+            self.fence(where)
 
     def collect(self) -> None:
         """Put the answers that have come into the inboxes of their loads."""
+        self._close_former()
         for exchange in self._rank.client.collect():
             if isinstance(exchange.question, Introduce):
                 self.introductions.note_answer(exchange, exchange.question)
