@@ -11,7 +11,8 @@ from vllm.v1.engine.core import EngineShutdownState
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 
-from kvferry.handoff.messages import FIRST_WEIGHTS, Handle, Identity
+from kvferry.handoff.holds import transfer_of
+from kvferry.handoff.messages import FIRST_WEIGHTS, EndPoint, Handle, Identity, RankEntry
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.settings import Settings
@@ -21,6 +22,7 @@ FULL = GroupShape(CacheKind.ATTENTION, 16)
 WINDOW = GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)
 STATE = GroupShape(CacheKind.STATE, 1)
 PROMPT = list(range(100, 180))
+A_RANK = RankEntry(0, 0, b"", {}, EndPoint("127.0.0.1", 1, 0))
 IDENTITY = Identity("m", "w", "a", "float32", 2, 2, 8, "none", "float32")
 
 
@@ -129,6 +131,11 @@ def run_prefill(
 def handle_of(params: dict[str, Any]) -> Handle:
     """Return the handle of the hold that a prefill engine's answer names."""
     return Handle(params["remote_request_id"], int(params["kvferry"]["generation"], 16))
+
+
+def transfer_id_of(params: dict[str, Any]) -> str:
+    """Return the name that ranks have for the hold that a prefill engine's answer names."""
+    return transfer_of(handle_of(params))
 
 
 def let_sleep(role: Any) -> None:

@@ -31,3 +31,26 @@ def test_a_handed_over_prompt_gives_the_tokens_of_one_engine(
     assert not answer.has_failed
     assert answer.tokens == decode.tokens_without_cache(PROMPT, 3)
     assert decode.num_computed <= 4, "the decode engine computes the last token of the prompt, and its own"
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_what_the_prefill_engine_generates_behind_a_prompt_changes_nothing(
+    flow: Flow, make_engine: Callable[..., HandoffEngine]
+) -> None:
+    """Its tokens fill the prompt's last block, whose pages the digests of both engines cover."""
+    prefill, decode = (make_engine(MODELS["full attention"], num_blocks=60, integrity="full") for _ in range(2))
+    answered = prefill.ask("p", PROMPT, to_prefill(flow), max_tokens=9)
+    answer = decode.ask("d", PROMPT, to_decode(flow, prefill, answered.params))
+    assert (answer.has_failed, answer.tokens) == (False, decode.tokens_without_cache(PROMPT, 3))
+
+
+def test_a_hold_and_a_transfer_of_equal_names_bring_their_prompts(
+    make_engine: Callable[..., HandoffEngine],
+) -> None:
+    prefill, decode = (make_engine(MODELS["full attention"], num_blocks=60) for _ in range(2))
+    prompts = {"sequential": PROMPT, "concurrent": PROMPT[::-1]}
+    held = prefill.ask("x", prompts["sequential"], to_prefill("sequential"), max_tokens=1).params
+    prefill.ask("p", prompts["concurrent"], to_prefill("concurrent", "x"), max_tokens=1)
+    for flow in reversed(FLOWS):
+        answer = decode.ask(f"of {flow}", prompts[flow], to_decode(flow, prefill, held, "x"))
+        assert (answer.has_failed, answer.tokens) == (False, decode.tokens_without_cache(prompts[flow], 3))

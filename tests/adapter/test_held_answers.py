@@ -13,10 +13,12 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
+from kvferry.handoff.holds import transfer_of
+from kvferry.handoff.source import END
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.scheduler.turns import HeldAnswers
 
-from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, let_sleep, next_step, request
+from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, handle_of, let_sleep, next_step, request
 
 NUM_TOKENS = len(PROMPT) + 1
 """Of a request whose second new token ended it: the cache of that token is not computed."""
@@ -66,7 +68,7 @@ def replace_by_embeddings(decode: Decode) -> None:
 
 
 def take_drafts(decode: Decode) -> None:
-    decode.role._answers = HeldAnswers(decode.role._state, drafts=True)
+    decode.role._answers = HeldAnswers(decode.role._state, drafts=True, may_be_written_untold=False)
 
 
 NOT_HELD: dict[str, tuple[tuple[Any, ...], Callable[[Decode], object]]] = {
@@ -94,6 +96,14 @@ def test_what_the_next_turn_could_not_load_is_not_held(why: str, make_decode: Ca
     assert answer is not None
     assert answer["remote_num_tokens"] == answer["kvferry"]["num_tokens"] == NUM_TOKENS
     change(decode)
+    assert decode.finish() is None
+    assert (decode.role._state.holds.num_holds, decode.role._state.kept_blocks.num_kept) == (0, 0)
+
+
+def test_nothing_is_held_where_a_step_writes_blocks_before_the_workers_hear_of_it(make_role: Any) -> None:
+    """A block of an answer that has yielded may be cleared while it is written to a prefill engine."""
+    assert Decode(make_role(FULL, turn_seconds=60.0)).finish() is not None
+    decode = Decode(make_role(FULL, turn_seconds=60.0, clears_untold=True))
     assert decode.finish() is None
     assert (decode.role._state.holds.num_holds, decode.role._state.kept_blocks.num_kept) == (0, 0)
 
@@ -127,17 +137,19 @@ def test_a_window_that_has_moved_on_is_held(make_decode: Callable[..., Decode]) 
     assert answer["remote_block_ids"] == [decode.blocks[0], decode.blocks[1]]
 
 
-def test_an_engine_steps_until_the_guard_word_is_set_and_the_blocks_are_lent(
+def test_an_engine_steps_until_the_workers_know_and_the_blocks_are_lent(
     make_decode: Callable[..., Decode],
 ) -> None:
-    """Though it has no request: a turn that comes first would find no word, and other requests fewer blocks."""
+    """Though it has no request: a turn that comes first would be written late, and other requests fewer blocks."""
     decode = make_decode(FULL)
     free = decode.num_free
     assert not decode.role.has_pending_work()
-    assert decode.finish() is not None
+    answer = decode.finish()
+    assert answer is not None
     assert decode.role.has_pending_work()
-    [late] = next_step(decode.role).late.values()
-    assert any(late.word)
+    [(transfer_id, prompt)] = next_step(decode.role).held
+    assert transfer_id == transfer_of(handle_of(answer))
+    assert (prompt.num_tokens, prompt.num_final, prompt.digest) == (NUM_TOKENS, END, answer["kvferry"]["prompt_digest"])
     assert not decode.role.has_pending_work(), "vLLM itself steps until the request has given its blocks up"
     decode.give_up()
     assert decode.num_free == free
@@ -153,28 +165,30 @@ def test_a_hold_that_ends_before_its_blocks_are_lent_is_forgotten(
 ) -> None:
     decode = make_decode(FULL)
     free = decode.num_free
-    assert decode.finish() is not None
+    answer = decode.finish()
+    assert answer is not None
     if given_up:
         decode.give_up()
     decode.role._state.holds.drain()
     orders = next_step(decode.role)
-    assert (len(orders.late), len(orders.ended_slots)) == (0, 1), "the word of blocks that are free"
+    assert orders.held == [], "blocks that are free"
+    assert orders.ended_transfers == [transfer_of(handle_of(answer))]
     if not given_up:
         decode.give_up()
     assert decode.num_free == free + 6
     assert not decode.role.has_pending_work()
 
 
-def test_the_step_that_gives_a_lent_block_away_clears_the_guard_word(make_decode: Callable[..., Decode]) -> None:
+def test_the_step_that_gives_a_lent_block_away_ends_its_writes(make_decode: Callable[..., Decode]) -> None:
     decode = make_decode(FULL)
     free = decode.num_free
     answer = decode.finish()
     assert answer is not None
     decode.give_up()
-    assert next_step(decode.role).ended_slots == []
+    assert next_step(decode.role).ended_transfers == []
     ours = decode.taken(decode.num_free - 5)
     orders = next_step(decode.role)
-    assert orders.ended_slots == [answer["kvferry"]["slot"]]
+    assert orders.ended_transfers == [transfer_of(handle_of(answer))]
     assert decode.role._state.holds.num_holds == 0
     decode.pool.free_blocks(decode.pool.blocks[each] for each in ours)
     assert decode.num_free == free + 6

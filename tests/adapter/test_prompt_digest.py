@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.integrations.vllm.scheduler.params import parse_push_params, prompt_digest
+from kvferry.integrations.vllm.scheduler.params import parse_transfer_params, prompt_digest
 
 from .scheduler_requests import FULL, PROMPT, allocated, next_step, request
 
@@ -107,10 +107,10 @@ def test_a_prompt_with_another_image_is_not_loaded(make_role: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["transfer_id", "remote_engine_id"])
-def test_a_push_whose_name_no_message_can_carry_is_refused(name: str) -> None:
+def test_a_transfer_whose_name_no_message_can_carry_is_refused(name: str) -> None:
     """One message renews and releases the holds of many requests: none of them would be renewed."""
     given = {"transfer_id": "x", "remote_engine_id": "p", "remote_bootstrap_addr": "http://127.0.0.1:1"}
-    parse_push_params(given, "r")
+    parse_transfer_params(given, "r")
     with pytest.raises(HandoffError) as refused:
-        parse_push_params({**given, name: "x\ud800"}, "r")
+        parse_transfer_params({**given, name: "x\ud800"}, "r")
     assert refused.value.reason is Reason.MALFORMED_MESSAGE

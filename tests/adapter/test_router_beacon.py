@@ -3,6 +3,7 @@
 import socket as socket_module
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ pytest.importorskip("vllm")
 
 from kvferry.errors import HandoffError, Reason, SettingsError
 from kvferry.integrations.vllm.scheduler import router_beacon
-from kvferry.integrations.vllm.scheduler.params import TransferParams, parse_push_params
+from kvferry.integrations.vllm.scheduler.params import TransferParams, parse_transfer_params
 from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_zmq_address
 from kvferry.integrations.vllm.settings import parse_settings
 
@@ -64,11 +65,20 @@ def test_an_engine_registers_once_its_api_server_listens() -> None:
             beacon.close()
 
 
+def test_an_api_server_at_an_ipv6_address_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine connects to an address in brackets."""
+    asked: list[Any] = []
+    connection = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(socket_module, "create_connection", lambda place, _: (asked.append(place), connection)[1])
+    assert router_beacon.listens("[fd00::1]:8000")
+    assert asked == [("fd00::1", 8000)]
+
+
 def test_request_ids_say_where_the_prompt_comes_from() -> None:
     request_id = f"cmpl-___prefill_addr_{PLACE}___decode_addr_host:d,handshake:1,notify:2,engine:d@9_{'0' * 32}-0-abc"
-    assert parse_push_params(TO_DECODE, request_id) == TransferParams("tx-1", "p@7", "http://127.0.0.1:8998")
+    assert parse_transfer_params(TO_DECODE, request_id) == TransferParams("tx-1", "p@7", "http://127.0.0.1:8998")
     with pytest.raises(HandoffError) as refused:
-        parse_push_params(TO_DECODE, "cmpl-1")
+        parse_transfer_params(TO_DECODE, "cmpl-1")
     assert refused.value.reason is Reason.MALFORMED_MESSAGE
     assert "--vllm-discovery-address" in str(refused.value)
 
@@ -95,7 +105,7 @@ def test_a_hostile_request_id_is_parsed_quickly(
     begin = time.process_time()
     for end in ("", "___decode_addr_"):
         with suppress(HandoffError):  # Some name a place of a very long life.
-            parse_push_params(TO_DECODE, request_id + end)
+            parse_transfer_params(TO_DECODE, request_id + end)
     assert time.process_time() - begin < 0.2
 
 
@@ -109,9 +119,8 @@ def test_a_request_id_over_the_limit_is_not_parsed() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"mode": "push", "router_address": "127.0.0.1:1"},
-        {"mode": "push", "http_address": "127.0.0.1:1"},
-        {"router_address": "127.0.0.1:1", "http_address": "127.0.0.1:2"},
+        {"router_address": "127.0.0.1:1"},
+        {"http_address": "127.0.0.1:1"},
     ],
 )
 def test_addresses_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
@@ -122,7 +131,7 @@ def test_addresses_that_make_no_sense_are_refused(given: dict[str, Any]) -> None
 
 def test_an_engine_of_both_roles_is_not_registered(make_role: Any) -> None:
     with pytest.raises(SettingsError) as refused:
-        make_role(FULL, mode="push", router_address="127.0.0.1:1", http_address="127.0.0.1:2")
+        make_role(FULL, router_address="127.0.0.1:1", http_address="127.0.0.1:2")
     assert "kv_role" in str(refused.value)
 
 

@@ -24,7 +24,7 @@ from kvferry.integrations.vllm.request_checks import check_requests
 from kvferry.integrations.vllm.versions import streams_name_holds
 
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
-HELD = {**ASKED, "remote_host": "décode-0", "remote_block_ids": [[1, 2]], "kvferry": {"slot": 7}}
+HELD = {**ASKED, "remote_host": "décode-0", "remote_block_ids": [[1, 2]], "kvferry": {"epoch": 7}}
 METHODS = {
     OpenAIServingCompletion: "completion_stream_generator",
     OpenAIServingChat: "chat_completion_stream_generator",

@@ -17,12 +17,11 @@ from vllm.v1.engine.core import EngineShutdownState
 
 from kvferry.cli import drain as drain_module
 from kvferry.cli.main import app
-from kvferry.handoff.messages import Drain, RankEntry, Release
+from kvferry.handoff.messages import Drain, Release
 from kvferry.handoff.wire.keys import make_keys
-from kvferry.integrations.vllm.scheduler import parts as parts_module
-from kvferry.integrations.vllm.scheduler import push as push_module
+from kvferry.integrations.vllm.scheduler import source as source_module
 
-from .scheduler_requests import FULL, PROMPT, allocated, handle_of, kept, next_step, request, run_prefill
+from .scheduler_requests import A_RANK, FULL, PROMPT, allocated, handle_of, kept, next_step, request, run_prefill
 
 BLOCKS = [5, 4, 3, 2, 1]
 
@@ -30,7 +29,7 @@ BLOCKS = [5, 4, 3, 2, 1]
 @pytest.fixture(autouse=True)
 def routers_notice_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that tests need not wait; those about the wait set it themselves."""
-    monkeypatch.setattr(parts_module, "NOTICED_SECONDS", 0.0)
+    monkeypatch.setattr(source_module, "NOTICED_SECONDS", 0.0)
 
 
 def asked(role: Any, *, begin: bool = False) -> tuple[bool, int, int]:
@@ -68,8 +67,8 @@ def test_a_draining_engine_finishes_what_it_holds_and_holds_no_more(
     assert asked(role) == (True, 0, 0)
 
 
-def test_a_draining_engine_refuses_pushes_of_new_prompts_and_goes_on_with_others(make_role: Any) -> None:
-    role = make_role(FULL, mode="push")
+def test_a_draining_engine_refuses_transfers_of_new_prompts_and_goes_on_with_others(make_role: Any) -> None:
+    role = make_role(FULL)
     for name in ("begun", "new"):
         ours = request(PROMPT, {"do_remote_decode": True, "transfer_id": name}, f"r-{name}")
         role.update_state_after_alloc(ours, allocated(BLOCKS), 0)
@@ -84,18 +83,18 @@ PLACES = {"router_address": "127.0.0.1:1", "http_address": "127.0.0.1:2"}
 @pytest.mark.parametrize(
     ("waits", "settings"),
     [
-        ((parts_module, "NOTICED_SECONDS"), {}),
-        ((parts_module, "NOTICED_SECONDS"), {"mode": "push", "kv_role": "kv_producer"}),
-        ((push_module, "FORGOTTEN_SECONDS"), {"mode": "push", "kv_role": "kv_producer", **PLACES}),
+        ((source_module, "NOTICED_SECONDS"), {}),
+        ((source_module, "NOTICED_SECONDS"), {"kv_role": "kv_producer"}),
+        ((source_module, "FORGOTTEN_SECONDS"), {"kv_role": "kv_producer", **PLACES}),
     ],
-    ids=["pull", "push", "push, registered"],
+    ids=["of both roles", "prefill", "registered"],
 )
 def test_an_engine_that_drains_is_not_ready_and_takes_prompts_until_routers_have_noticed(
     waits: tuple[Any, str], settings: dict[str, Any], make_role: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*waits, 0.5)
     role = make_role(FULL, **settings)
-    role.publish([RankEntry(0, 0, b"", {}, 0, 0)])
+    role.publish([A_RANK])
     assert asked(role) == (False, 0, 0), "ready"
     assert asked(role, begin=True) == (False, 0, 0), "takes prompts"
     assert asked(role) == (True, 0, 0), "not ready"

@@ -11,8 +11,7 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.errors import HandoffError, Reason, SettingsError
-from kvferry.handoff.messages import Noted, RankEntry, Release
-from kvferry.handoff.wire.bootstrap import id_in_epoch
+from kvferry.handoff.messages import EndPoint, Noted, RankEntry, Release
 from kvferry.handoff.wire.client import ask
 from kvferry.handoff.wire.keys import make_keys
 from kvferry.handoff.wire.trust import Trust
@@ -20,6 +19,7 @@ from kvferry.integrations.vllm.scheduler.params import parse_params, read_params
 from kvferry.integrations.vllm.settings import parse_settings, trust_of
 
 from ..waits import wait_until
+from .flows import to_decode
 from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, request, run_prefill, scheduled
 
 HOST = "127.0.0.1"
@@ -157,15 +157,12 @@ def test_an_engine_with_keys_connects_nowhere_for_parameters_of_another_version_
     assert told == [(prefill._server.port, True)], "only the signed ones, to wherever a trusted engine is"
 
 
-def test_a_push_takes_the_offer_of_an_engine_with_the_same_keys_only(make_role: Any, folder: str, others: str) -> None:
-    prefill, decode, stranger = (make_role(FULL, mode="push", keys=keys) for keys in (folder, folder, others))
-    prefill.publish([RankEntry(0, 0, b"", {}, 0, 0)])
-    params = {
-        "do_remote_prefill": True,
-        "transfer_id": "x",
-        "remote_engine_id": id_in_epoch(prefill._state.engine_id, prefill._state.epoch),
-        "remote_bootstrap_addr": f"http://{HOST}:{prefill._source.bootstrap.port}",
-    }
+def test_a_transfer_takes_the_offer_of_an_engine_with_its_keys_only(
+    make_role: Any, folder: str, others: str
+) -> None:
+    prefill, decode, stranger = (make_role(FULL, keys=keys) for keys in (folder, folder, others))
+    prefill.publish([RankEntry(0, 0, b"", {}, EndPoint(HOST, 1, 1))])
+    params = to_decode("concurrent", prefill, None)
     for role in (decode, stranger):
         ours = request(PROMPT, dict(params), "d")
         role.on_new_request(ours)

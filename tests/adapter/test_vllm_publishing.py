@@ -16,26 +16,22 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution.device import HOST
-from kvferry.execution.guard_words import GuardWords, Held
 from kvferry.execution.job import JobResult
-from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.recorded_models import record_models
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
+from kvferry.integrations.vllm.step import RankMetadata
 from kvferry.integrations.vllm.translate.identity import identity_of
-from kvferry.integrations.vllm.worker.pull import PullSource
 from kvferry.integrations.vllm.worker.role import WorkerRole
 
-from .scheduler_requests import FULL, IDENTITY, PROMPT, run_prefill
+from .scheduler_requests import A_RANK, FULL, IDENTITY, PROMPT, run_prefill
 
 
 def test_answers_name_the_host_at_which_peers_reach_the_engine(make_role: Any) -> None:
     for settings, host in (({}, "127.0.0.1"), ({"host": "0.0.0.0", "advertised_host": "prefill-0"}, "prefill-0")):
         role = make_role(FULL, **settings)
-        answer = run_prefill(role, PROMPT, list(range(5)))
+        answer = run_prefill(role, PROMPT, [5, 4, 3, 2, 1])
         assert answer is not None
         assert (answer["remote_host"], answer["remote_port"]) == (host, role._server.port)
 
@@ -43,7 +39,7 @@ def test_answers_name_the_host_at_which_peers_reach_the_engine(make_role: Any) -
 def rank_of(shard: bytes, **found: Any) -> RankMetadata:
     """Return what a rank tells its engine, which differs from the scheduler's identity in what the rank ``found``."""
     identity = msgspec.structs.replace(IDENTITY, **found)
-    return RankMetadata(msgspec.msgpack.encode(RankEntry(0, 0, shard, {}, 0, 0)), identity)
+    return RankMetadata(msgspec.msgpack.encode(msgspec.structs.replace(A_RANK, shard=shard)), identity)
 
 
 def test_an_engine_with_a_silent_rank_does_not_start(make_role: Any) -> None:
@@ -75,9 +71,9 @@ def test_an_engine_whose_ranks_serve_something_else_does_not_start(make_role: An
 @pytest.mark.parametrize(
     ("settings", "transports", "line"),
     [
-        ({"kv_role": "kv_consumer"}, ("cma", "nixl"), "pull, decode, BHLNC, cma on this host, else nixl"),
-        ({"kv_role": "kv_producer", "mode": "push"}, ("nixl",), "push, prefill, BHLNC, nixl"),
-        ({"kv_role": "kv_both", "host": "0.0.0.0", "advertised_host": "both-0"}, ("cma",), "pull, prefill and decode"),
+        ({"kv_role": "kv_consumer"}, ("cma", "nixl"), "decode, BHLNC, cma on this host, else nixl"),
+        ({"kv_role": "kv_producer"}, ("nixl",), "prefill, BHLNC, nixl"),
+        ({"kv_role": "kv_both", "host": "0.0.0.0", "advertised_host": "both-0"}, ("cma",), "prefill and decode"),
     ],
 )
 def test_an_engine_says_once_how_it_moves_caches(
@@ -90,27 +86,15 @@ def test_an_engine_says_once_how_it_moves_caches(
     lines: list[str] = []
     monkeypatch.setattr(scheduler_role.logger, "info", lambda text, *values: lines.append(text % values))
     role = make_role(FULL, num_ranks=2, **settings)
-    ranks = [RankEntry(rank, 0, b"", dict.fromkeys(transports, b""), 0, 0) for rank in range(2)]
+    ranks = [
+        msgspec.structs.replace(A_RANK, tp_rank=rank, end_points=dict.fromkeys(transports, b"")) for rank in range(2)
+    ]
     for _ in range(2):
         role.publish(ranks)
     assert len(lines) == 1
     address = f"{settings.get('advertised_host', '127.0.0.1')}:{role._server.port}"
     assert lines[0].startswith(f"kvferry: {line}")
     assert lines[0].endswith(f"; engine engine-0 at {address}, without keys")
-
-
-def test_a_worker_that_ends_clears_its_guard_words_before_it_waits_for_its_own_loads() -> None:
-    words, held = GuardWords(num_slots=4), []
-    source = PullSource(HOST, words)
-    source.begin_step(StepMetadata(written=[Held(2, bytes(range(1, 17)))]))
-    assert words.array.any()
-    role: Any = WorkerRole.__new__(WorkerRole)
-    nothing = SimpleNamespace(close=lambda: None)
-    executor = SimpleNamespace(close=lambda: held.append(bool(words.array.any())))
-    role._source, role._rank = source, SimpleNamespace(executor=executor, source_engines=nothing, client=nothing)
-    role._transports = role._log = SimpleNamespace(close=lambda: None)
-    role.shutdown()
-    assert held == [False]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +107,7 @@ def test_a_worker_that_ends_clears_its_guard_words_before_it_waits_for_its_own_l
     ],
 )
 def test_the_next_load_connects_anew_where_a_connection_may_be_lost(error: KVFerryError, is_suspect: bool) -> None:
-    """A read over a link that was cut passes its deadline before the transport knows that the connection is lost."""
+    """A load over a link that was cut passes its deadline before the transport knows that the connection is lost."""
     suspects: list[str] = []
     role: Any = WorkerRole.__new__(WorkerRole)
     role._index, role._orders = 0, {"r": SimpleNamespace(hold="hold")}

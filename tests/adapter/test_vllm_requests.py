@@ -18,22 +18,24 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.execution.device import HOST
-from kvferry.execution.guard_words import GuardWords, StepWords
-from kvferry.handoff.messages import RankEntry, Release, Renew
+from kvferry.handoff.holds import handle_of_transfer, transfer_of
+from kvferry.handoff.messages import Handle, Release, Renew
+from kvferry.handoff.source import END, BlockList
 from kvferry.handoff.wire import hold_messages
-from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
+from kvferry.integrations.vllm.scheduler.destination import LATE_SECONDS
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
-from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS
+from kvferry.integrations.vllm.scheduler.params import prompt_digest
 from kvferry.integrations.vllm.versions import can_name_loaded_groups
 from kvferry.layout.group import CacheKind
 
 from ..waits import wait_until
+from .flows import FLOWS, Flow, to_decode, to_prefill
 from .scheduler_requests import (
+    A_RANK,
     FULL,
     PROMPT,
     STATE,
@@ -47,6 +49,7 @@ from .scheduler_requests import (
     request,
     run_prefill,
     scheduled,
+    transfer_id_of,
 )
 
 
@@ -155,34 +158,26 @@ def test_blocks_that_left_the_window_are_neither_held_nor_loaded(make_role: Any)
     assert decode.get_num_new_matched_tokens(ours, 0) == (len(PROMPT) - 1, True)
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), len(PROMPT) - 1)
     [order] = next_step(decode).loads
-    assert [blocks.source_ids.tolist() for blocks in order.blocks] == [[5, 4, 3, 2, 1], [8, 7, 6]]
+    assert [blocks.destination_ids.tolist() for blocks in order.blocks] == [[11, 12, 13, 14, 15], [16, 17, 18]]
     assert [blocks.first_token for blocks in order.blocks] == [0, 32]
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize(
     ("block_size", "prefix_caching", "is_refused"),
     [(32, True, True), (32, False, False), (24, True, True), (12, True, True), (16, True, False), (8, True, False)],
 )
 def test_a_window_block_that_a_load_would_fill_in_part_is_not_cached_as_a_whole(
-    mode: str, block_size: int, prefix_caching: bool, is_refused: bool, make_role: Any
+    flow: Flow, block_size: int, prefix_caching: bool, is_refused: bool, make_role: Any
 ) -> None:
     """Behind 79 tokens the window of 40 begins in blocks of 16 at token 32; a block of 24 holds 24 to 47.
 
     vLLM would find it again for a prompt that begins alike and ends at 70, which attends to 31.
     """
-    prefill = make_role(WINDOW, mode=mode)
-    decode = make_role(GroupShape(CacheKind.SLIDING_WINDOW, block_size, 40), prefix_caching=prefix_caching, mode=mode)
-    if mode == "push":
-        prefill.publish([RankEntry(0, 0, b"", {}, 0, 0)])
-        engine_id, address = (
-            id_in_epoch(prefill._state.engine_id, prefill._state.epoch),
-            f"http://127.0.0.1:{prefill._source.bootstrap.port}",
-        )
-        params = {"transfer_id": "x", "do_remote_prefill": True}
-        params |= {"remote_engine_id": engine_id, "remote_bootstrap_addr": address}
-    else:
-        params = run_prefill(prefill, PROMPT, [0, 0, 8, 7, 6]) or {}
+    prefill = make_role(WINDOW)
+    decode = make_role(GroupShape(CacheKind.SLIDING_WINDOW, block_size, 40), prefix_caching=prefix_caching)
+    prefill.publish([A_RANK])
+    params = to_decode(flow, prefill, run_prefill(prefill, PROMPT, [0, 0, 8, 7, 6]))
     ours = request(PROMPT, params, "d")
     decode.on_new_request(ours)
     while decode.get_num_new_matched_tokens(ours, 0)[0] is None:
@@ -197,16 +192,14 @@ def test_a_window_block_that_a_load_would_fill_in_part_is_not_cached_as_a_whole(
     assert "--block-size 16, or with --no-enable-prefix-caching" in order.error.remedy
 
 
-def test_a_window_that_the_prefill_engine_has_lost_is_refused_with_a_reason(make_role: Any) -> None:
-    prefill, decode = make_role(FULL, WINDOW), make_role(FULL, WINDOW)
-    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1], [0, 0, 0, 7, 6])
-    assert params is not None
-    ours = request(PROMPT, params, "d")
-    decode.on_new_request(ours)
-    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), len(PROMPT) - 1)
-    [order] = next_step(decode).loads
-    assert order.error is not None
-    assert "prefill engine has no block number 2 of 5" in str(order.error)
+def test_a_window_that_the_prefill_engine_has_lost_is_not_held(
+    make_role: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill = make_role(FULL, WINDOW)
+    assert run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1], [0, 0, 0, 7, 6]) is None
+    assert (kept(prefill), prefill._state.holds.num_holds) == ([], 0)
+    assert "r is not held: its state or its window went past the prompt" in caplog.text
+    assert len(next_step(prefill).ended_transfers) == 1, "the ranks were told of it"
 
 
 @pytest.mark.parametrize("num_tokens", [2, 40, 41, *range(64, 80)])  # every place of an end in a block
@@ -244,25 +237,22 @@ def test_leases_are_renewed_during_a_long_step(make_role: Any, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("ending", ["released", "expired", "aborted"])
-def test_the_step_that_frees_the_blocks_of_a_hold_clears_its_guard_word(ending: str, make_role: Any) -> None:
-    """Else a decode engine that reads late would find the word as it was, and other prompts in the blocks."""
+def test_the_step_that_frees_the_blocks_of_a_hold_ends_its_transfer_first(ending: str, make_role: Any) -> None:
+    """Else a rank would write other prompts' blocks to a decode engine that announces late."""
     role = make_role(FULL, lease_seconds=0.3 if ending == "expired" else 60.0)
-    guard_words = GuardWords(MAX_HELD_REQUESTS)
-    words = StepWords(guard_words, HOST)
     ours = request(PROMPT, {"do_remote_decode": True})
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated([5, 4, 3, 2, 1]), 0)
     orders = role.build_connector_meta(scheduled({"r": len(PROMPT)}, {"r": ([5, 4, 3, 2, 1],)}))
-    words.begin(orders.ended_slots, orders.written)
-    [(slot, word, _)] = orders.written
-    assert guard_words.array[slot].tobytes() == word != bytes(16)
+    [(transfer_id, told)] = orders.finished
+    assert (told.num_tokens, told.num_final, told.blocks) == (80, END, {"0": BlockList(0, [5, 4, 3, 2, 1])})
     if ending == "aborted":
         role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=False)
     else:
         ours.num_computed_tokens = ours.num_prompt_tokens
         _, params = role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True)
-        assert params["kvferry"]["slot"] == slot
-        assert next_step(role).ended_slots == []
+        assert transfer_id_of(params) == transfer_id
+        assert next_step(role).ended_transfers == []
         assert sorted(kept(role)) == [1, 2, 3, 4, 5]
     if ending == "released":
         handle = handle_of(params)
@@ -270,9 +260,7 @@ def test_the_step_that_frees_the_blocks_of_a_hold_clears_its_guard_word(ending: 
     if ending == "expired":
         time.sleep(0.4)
     assert ending == "aborted" or sorted(kept(role)) == [1, 2, 3, 4, 5], "freed before the workers get the order"
-    orders = next_step(role)
-    words.begin(orders.ended_slots, orders.written)
-    assert guard_words.array[slot].tobytes() == bytes(16)
+    assert next_step(role).ended_transfers == [transfer_id]
     assert kept(role) == []
 
 
@@ -339,13 +327,13 @@ def test_a_hold_that_was_lost_during_a_step_ends_the_load_with_that_reason(make_
     assert lost == ["d"]
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("named", [{}, {"transfer_id": "x"}], ids=FLOWS)
 def test_why_a_request_cannot_be_loaded_keeps_no_frame_alive(
-    mode: str, make_role: Any, caplog: pytest.LogCaptureFixture
+    named: dict[str, Any], make_role: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is known until the request ends, which a client may delay."""
     caplog.set_level(logging.CRITICAL, "kvferry")  # pytest would keep what is logged
-    decode, ours = make_role(FULL, mode=mode), request(PROMPT, {"do_remote_prefill": True}, "d")
+    decode, ours = make_role(FULL), request(PROMPT, {"do_remote_prefill": True, **named}, "d")
     alive = weakref.ref(ours)
     decode.on_new_request(ours)
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
@@ -357,11 +345,20 @@ def test_why_a_request_cannot_be_loaded_keeps_no_frame_alive(
     assert alive() is None
 
 
+def load_of(prefill: Any, decode: Any) -> Any:
+    """Return the order to load a prompt that one engine holds for the other."""
+    ours = request(PROMPT, run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1]) or {}, "d")
+    decode.on_new_request(ours)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+    [order] = next_step(decode).loads
+    return order
+
+
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_a_hold_is_released_once_all_ranks_have_reported_the_load_and_not_before(
     is_aborted: bool, make_role: Any
 ) -> None:
-    """A rank may go on reading for a while after its request was aborted."""
+    """A source may go on writing for a while after the request was aborted."""
     prefill, decode = make_role(FULL), make_role(FULL)
     params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
     ours = request(PROMPT, params or {}, "d")
@@ -381,11 +378,11 @@ def test_a_hold_is_released_once_all_ranks_have_reported_the_load_and_not_before
 
 
 def test_references_are_dropped_tail_first_and_the_null_block_has_none() -> None:
-    pool, held = BlockPool(), KeptBlocks()
+    pool, held, handle = BlockPool(), KeptBlocks(), Handle("r", 3)
     held.bind(pool)  # type: ignore[arg-type]
-    held.keep("r", ([0, 0, 3], [4, 5]))
+    held.keep(handle, ([0, 0, 3], [4, 5]))
     assert pool.held == [3, 4, 5]
-    held.free("r")
+    held.free(handle)
     assert pool.held == []
 
 
@@ -395,86 +392,150 @@ def test_a_port_that_leaves_none_for_the_rank_is_refused(make_role: Any) -> None
     assert refused.value.reason is Reason.INVALID_SETTING
 
 
-def test_the_step_that_computes_the_prompts_end_sets_the_guard_word(make_role: Any) -> None:
+def test_the_workers_learn_of_a_hold_with_the_step_that_computes_its_end(make_role: Any) -> None:
     """Before, more blocks follow; behind it nothing changes what is held."""
-    role, ours = make_role(FULL, integrity="off"), request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
+    role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
     let_sleep(role)
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated([1, 2, 3]), 0)
     first = role.build_connector_meta(scheduled({"r": 48, "of another kind": 1}, {"r": ([1, 2, 3],)}))
-    assert (first.written, first.computes) == ([], True)
+    assert (first.prompts, first.finished, first.computes) == ([], [], True)
     ours.num_computed_tokens = 48
     last = role.build_connector_meta(scheduled({"r": 32}, {"r": ([1, 2, 3, 4, 5, 6],)}))
-    [held] = last.written
+    [(transfer_id, told)] = last.finished
+    assert (last.prompts, told.num_final, told.blocks) == ([], END, {"0": BlockList(0, [1, 2, 3, 4, 5, 6])})
     ours.num_computed_tokens = 80
-    assert role.build_connector_meta(scheduled({"r": 1}, {"r": ([1, 2, 3, 4, 5, 6],)})).written == []
+    assert role.build_connector_meta(scheduled({"r": 1}, {"r": ([1, 2, 3, 4, 5, 6],)})).finished == []
     assert not next_step(role).computes
     ours.num_computed_tokens = 81
     _, params = role.request_finished(ours, ([1, 2, 3, 4, 5, 6],), is_complete=True)
-    assert (params["kvferry"]["slot"], params["kvferry"]["is_late"]) == (held.slot, False)
+    assert (transfer_id_of(params), params["kvferry"]["is_late"]) == (transfer_id, False)
     assert not role.has_pending_work()
-    assert next_step(role, "r").written == [], "a request of the same id that is not held"
+    orders = next_step(role, "r")
+    assert (orders.finished, orders.held) == ([], []), "a request of the same id that is not held"
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
-def test_digests_of_a_prompt_whose_engine_generates_on_are_of_its_packed_pages_at_the_end(
-    is_packed: bool, make_role: Any, monkeypatch: pytest.MonkeyPatch
+AFTER_THE_END: dict[str, dict[str, Any]] = {
+    "the second model runner clears new blocks": {"clears_untold": True},
+    "pipeline stages with draft tokens": {"num_stages": 2, "drafts": "of a drafter"},
+}
+
+
+@pytest.mark.parametrize("engine", AFTER_THE_END.values(), ids=AFTER_THE_END)
+@pytest.mark.parametrize("flow", FLOWS)
+def test_where_a_step_does_not_show_what_is_final_the_workers_learn_it_after_the_requests_end(
+    flow: Flow, engine: dict[str, Any], make_role: Any
 ) -> None:
-    """What the engine generates changes the page of the prompt's last tokens, whose digest covers the whole page."""
-    monkeypatch.setattr(scheduler_role, "on_cpu", lambda: is_packed)
-    for max_tokens, is_late in ((1, False), (9, is_packed)):
-        role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True}, max_tokens=max_tokens)
-        let_sleep(role)
-        role.on_new_request(ours)
-        role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
-        orders = role.build_connector_meta(scheduled({"r": 80}, {"r": ([1, 2, 3, 4, 5],)}))
-        ours.num_computed_tokens = 80 + max_tokens - 1
-        _, params = role.request_finished(ours, ([1, 2, 3, 4, 5],), is_complete=True)
-        late = [*next_step(role).late.values()]
-        assert (len(orders.written), len(late), params["kvferry"]["is_late"]) == (not is_late, is_late, is_late)
-        assert [each.prompt.num_tokens for each in (*orders.written, *late)] == [80]
-
-
-def test_blocks_that_differ_at_the_end_set_the_word_again_with_the_next_step(make_role: Any) -> None:
-    """The engine then steps although it is idle; a hold that has ended before sets no word."""
-    role = make_role(FULL)
+    """The engine then steps although it is idle; of a hold that has ended before nobody is told."""
+    role = make_role(FULL, **engine)
     let_sleep(role)
     for name, is_released in {"r": False, "s": True}.items():
-        ours = request(PROMPT, {"do_remote_decode": True}, name)
+        ours = request(PROMPT, to_prefill(flow, transfer_id=f"of {name}"), name, max_tokens=9)
         role.on_new_request(ours)
-        role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
-        [held] = role.build_connector_meta(scheduled({name: 80}, {name: ([1, 2, 3, 4, 5],)})).written
-        ours.num_computed_tokens = 80
-        _, params = role.request_finished(ours, ([1, 2, 3, 4, 6],), is_complete=True)
-        assert params["kvferry"]["is_late"]
+        role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5, 6]), 0)
+        for num_tokens in (64, 16, 8):
+            step = role.build_connector_meta(scheduled({name: num_tokens}, {name: ([1, 2, 3, 4, 5, 6],)}))
+            ours.num_computed_tokens += num_tokens
+            assert (step.prompts, step.finished, step.held) == ([], [], [])
+        _, params = role.request_finished(ours, ([1, 2, 3, 4, 5, 6],), is_complete=True)
+        assert params is None if flow == "concurrent" else params["kvferry"]["is_late"]
+        handle = handle_of_transfer(f"of {name}") if params is None else handle_of(params)
         assert role.has_pending_work()
         if is_released:
-            handle = handle_of(params)
-            role._state.holds.release(params["kvferry"]["epoch"], [handle])
+            role._state.holds.release(role._state.epoch, [handle])
         orders = next_step(role)
-        assert [late.slot for late in orders.late.values()] == ([] if is_released else [held.slot])
-        assert held.word not in [late.word for late in orders.late.values()]
-        assert orders.ended_slots == ([held.slot] if is_released else [])
+        told = [(transfer_of(handle), END, {"0": BlockList(0, [1, 2, 3, 4, 5])})]
+        assert [(each, held.num_final, held.blocks) for each, held in orders.held] == ([] if is_released else told)
+        assert orders.ended_transfers == ([transfer_of(handle)] if is_released else [])
+        assert (orders.prompts, orders.finished) == ([], [])
         assert not role.has_pending_work()
 
 
-def test_a_preempted_request_has_no_guard_word_until_it_is_computed_again(make_role: Any) -> None:
+@pytest.mark.parametrize("engine", AFTER_THE_END.values(), ids=AFTER_THE_END)
+def test_a_load_of_what_is_told_after_the_end_waits_for_that(engine: dict[str, Any], make_role: Any) -> None:
+    """The decode engine may announce its blocks before the prefill engine's next step."""
+    seconds = [load_of(make_role(FULL, **given), make_role(FULL)).late_seconds for given in (engine, {})]
+    assert seconds == [LATE_SECONDS, 0.0]
+
+
+def test_a_preempted_request_is_voided_and_told_again_once_it_is_computed_again(make_role: Any) -> None:
     """Its blocks are other requests' from this step on."""
-    role, ours = make_role(FULL, integrity="off"), request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
+    role, ours = make_role(FULL), request(PROMPT, {"do_remote_decode": True}, max_tokens=9)
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
-    [first] = role.build_connector_meta(scheduled({"r": 80}, {"r": ([1, 2, 3, 4, 5],)})).written
+    [(transfer_id, _)] = role.build_connector_meta(scheduled({"r": 80}, {"r": ([1, 2, 3, 4, 5],)})).finished
     ours.num_computed_tokens = 0
     orders = role.build_connector_meta(scheduled({}, preempted={"r"}))
-    assert (orders.ended_slots, orders.written) == ([first.slot], [])
+    assert (orders.preempted, orders.ended_transfers, orders.finished) == ([transfer_id], [], [])
     role.update_state_after_alloc(ours, allocated([6, 7, 8, 9, 10]), 0)
-    assert role.build_connector_meta(scheduled({"r": 64}, {"r": ([6, 7, 8, 9],)})).written == []
+    assert role.build_connector_meta(scheduled({"r": 64}, {"r": ([6, 7, 8, 9],)})).finished == []
     ours.num_computed_tokens = 64
-    [second] = role.build_connector_meta(scheduled({"r": 17}, {"r": ([6, 7, 8, 9, 10, 11],)})).written
-    assert (second.slot, second.word == first.word) == (first.slot, False)
+    [(again, told)] = role.build_connector_meta(scheduled({"r": 17}, {"r": ([6, 7, 8, 9, 10, 11],)})).finished
+    assert (again, told.blocks) == (transfer_id, {"0": BlockList(0, [6, 7, 8, 9, 10, 11])})
     ours.num_computed_tokens = 81
     _, params = role.request_finished(ours, ([6, 7, 8, 9, 10, 11],), is_complete=True)
     assert not params["kvferry"]["is_late"]
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_session_whose_prompt_has_grown_is_told_again(flow: Flow, make_role: Any) -> None:
+    """Its client has sent more tokens behind what the engine has generated, which belong to the prompt from then on."""
+    role, ours = make_role(FULL), request(PROMPT, to_prefill(flow), max_tokens=9)
+    ours.resumable = True
+    role.on_new_request(ours)
+    role.update_state_after_alloc(ours, allocated([1, 2, 3, 4, 5]), 0)
+    first = role.build_connector_meta(scheduled({"r": 80}, {"r": ([1, 2, 3, 4, 5],)}))
+    ours.num_computed_tokens = 80
+    ours.append_output_token_ids([7])
+    grown = [*PROMPT, 7, *range(300, 316)]
+    # As vLLM's scheduler takes the session's next part.
+    ours.prompt_token_ids, ours._all_token_ids[:], ours.num_prompt_tokens = list(grown), grown, len(grown)
+    again = role.build_connector_meta(scheduled({"r": 17}, {"r": ([1, 2, 3, 4, 5, 6, 7],)}))
+    ours.num_computed_tokens = 97
+    _, params = role.request_finished(ours, ([1, 2, 3, 4, 5, 6, 7],), is_complete=True)
+    [(before, told)], [(after, told_again)] = (each.finished or each.prompts for each in (first, again))
+    assert before == after
+    assert [(each.num_tokens, each.num_final) for each in (told, told_again)] == [(80, END), (97, END)]
+    assert told_again.blocks == {"0": BlockList(0, [1, 2, 3, 4, 5, 6, 7])}
+    assert told_again.digest == prompt_digest(ours, 97) != told.digest
+    if params is not None:
+        assert (params["kvferry"]["num_tokens"], params["kvferry"]["is_late"]) == (97, False)
+
+
+def test_a_hold_and_a_transfer_of_equal_names_are_two(make_role: Any) -> None:
+    """A client names a request, a router a transfer: neither knows of the other."""
+    role = make_role(FULL)
+    named = {"held": ("x", {}, [5, 4]), "sent": ("r", {"transfer_id": "x"}, [3, 2])}
+    prompt, answers = PROMPT[:32], {}
+    for kind, (name, params, blocks) in named.items():
+        ours = request(list(prompt), {"do_remote_decode": True, **params}, name)
+        role.on_new_request(ours)
+        role.update_state_after_alloc(ours, allocated(blocks), 0)
+        orders = role.build_connector_meta(scheduled({name: 32}, {name: (blocks,)}))
+        [(transfer_id, told)] = orders.finished if kind == "held" else orders.prompts
+        ours.num_computed_tokens = 32
+        _, answers[kind] = role.request_finished(ours, (blocks,), is_complete=True)
+        assert (transfer_id == "x", told.blocks) == (kind == "sent", {"0": BlockList(0, blocks)})
+    assert (answers["sent"], sorted(kept(role))) == (None, [2, 3, 4, 5])
+    handle, transfer = handle_of(answers["held"]), handle_of_transfer("x")
+    role._answer(Release(role._state.epoch, (transfer,)))
+    assert (next_step(role).ended_transfers, sorted(kept(role))) == (["x"], [4, 5])
+    assert role._answer(Renew(role._state.epoch, (handle, transfer))).lost == (transfer,)
+    role._answer(Release(role._state.epoch, (handle,)))
+    assert (next_step(role).ended_transfers, kept(role)) == ([transfer_of(handle)], [])
+
+
+@pytest.mark.parametrize("generation", ["0" * 16, "0", ""])
+def test_parameters_of_generation_0_name_no_hold(generation: str, make_role: Any) -> None:
+    """It is that of routers' transfers: a client could have such a transfer released with a changed answer."""
+    prefill, decode = make_role(FULL), make_role(FULL)
+    params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1]) or {}
+    ours = request(PROMPT, {**params, "kvferry": {**params["kvferry"], "generation": generation}}, "d")
+    decode.on_new_request(ours)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), len(PROMPT))
+    [order] = next_step(decode).loads
+    assert (order.error.reason, order.hold) == (Reason.MALFORMED_MESSAGE, None)
+    assert "generation" in order.error.message
 
 
 def test_a_request_that_ends_while_its_prompt_is_computed_again_is_not_held(make_role: Any) -> None:
@@ -500,11 +561,10 @@ def test_the_connector_tells_the_roles_which_requests_a_step_computes_and_when_i
     assert calls == [{"a": 4}, "finished"]
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("given", ["text", ["do_remote_prefill"], 7])
-def test_parameters_that_are_no_object_are_ignored(mode: str, given: Any, make_role: Any) -> None:
+def test_parameters_that_are_no_object_are_ignored(given: Any, make_role: Any) -> None:
     """An exception in vLLM's scheduler ends the engine."""
-    role, ours = make_role(FULL, mode=mode), request(PROMPT, given, "d")
+    role, ours = make_role(FULL), request(PROMPT, given, "d")
     role.on_new_request(ours)
     assert ours.kv_transfer_params is None
     assert role.get_num_new_matched_tokens(ours, 0) == (0, False)

@@ -9,61 +9,36 @@ import pytest
 import torch
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import device_merge, registered_memory, trial
 from kvferry.execution.device import Mark
 from kvferry.execution.device_trial import try_device
-from kvferry.execution.read import Read
-from kvferry.execution.registered_memory import RegisteredMemory
-from kvferry.execution.stage import Stage
-from kvferry.execution.trial import LabelledBlocks, Side, Trial, choose_blocks
+from kvferry.execution.trial import LabelledBlocks, Trial, choose_blocks, open_side
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.staging.strategy import Strategy
-from kvferry.transport import nixl
 from kvferry.transport.registry import TransportSet, make
 
 from ..pure.arrangements import attention, hybrid
-from . import device, standin_nixl
+from . import standin_nixl
 from .device import ImmediateOrder
 from .device_tensor import device_tensor, tensor_at
 from .standin_transport import FACTORY
 from .untouchable import DeviceMemory
 
-BOTH = [Strategy.DIRECT, Strategy.SCATTER]
-
 
 class Engine:
     """A rank on the device, with the engine's views of its layers, and all that the trial takes."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        *,
-        pushes: bool = False,
-        integrity: Integrity = Integrity.FULL,
-        stage_bytes: int = 1 << 16,
-    ) -> None:
+    def __init__(self, shard: Shard, integrity: Integrity = Integrity.FULL) -> None:
         self.memory = DeviceMemory(shard.regions[0].length)
         self.memory.content[:] = np.random.default_rng(3).integers(0, 256, self.memory.nbytes, np.uint8)
         self.shard = placed(shard, self.memory)
         self.views = views_of(self.shard, self.memory)
         self.order = ImmediateOrder()
-        memory = RegisteredMemory.of(
-            self.shard,
-            self.order,
-            integrity,
-            num_scratch_words=4,
-            num_slots=0 if pushes else 4,
-            stage_bytes=stage_bytes,
-            compared_bytes=1 << 16,
-        )
-        self.words = memory.words
-        self.transports = TransportSet({"nixl": make(FACTORY)})
-        self.side = Side(memory, self.transports, self.transports.register(memory.regions))
+        self.integrity = integrity
+        self.side = open_side(self.shard, opened)
 
-    def trial(self, strategies: list[Strategy] = BOTH) -> Trial:
-        return Trial(self.side, self.views, self.order, opened, strategies, NamedLayout.BLHNC)
+    def trial(self, opens: Callable[[], TransportSet] | None = None) -> Trial:
+        return Trial(self.side, self.views, self.order, opens or opened, NamedLayout.BLHNC, self.integrity)
 
 
 def opened() -> TransportSet:
@@ -106,38 +81,32 @@ SHARDS: Mapping[str, Callable[[], Shard]] = {
 }
 
 
-@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize("name", SHARDS)
-def test_the_trial_passes_and_leaves_every_byte_as_it_was(name: str, pushes: bool) -> None:
-    shard = SHARDS[name]()
-    engine = Engine(shard, pushes=pushes, integrity=Integrity.SAMPLE)
+def test_the_trial_passes_and_leaves_every_byte_as_it_was(name: str) -> None:
+    engine = Engine(SHARDS[name](), Integrity.SAMPLE)
     before = engine.memory.content.copy()
     standin_nixl.submissions.clear()
-    result = engine.trial([Strategy.DIRECT] if pushes else BOTH).run()
+    result = engine.trial().run()
     assert np.array_equal(engine.memory.content, before)
-    assert engine.words is None or not engine.words.array.any()
     assert result.num_bytes > 0
     assert result.transport == "nixl"
     assert result.seconds < 5.0
-    operation = "WRITE" if pushes else "READ"
-    assert (operation, "VRAM", "VRAM") in standin_nixl.submissions
-    assert bool(device.num_merged) is not pushes
+    assert {each for each in standin_nixl.submissions if "VRAM" in each} == {("WRITE", "VRAM", "VRAM")}
 
 
-def failing(engine: Engine, strategies: list[Strategy] = BOTH) -> TransportError:
+def failing(engine: Engine) -> TransportError:
     """Return the trial's error; every byte is as it was before."""
     before = engine.memory.content.copy()
     with pytest.raises(TransportError) as caught:
-        engine.trial(strategies).run()
+        engine.trial().run()
     assert caught.value.reason is Reason.TRIAL_FAILED
     assert np.array_equal(engine.memory.content, before)
-    assert engine.words is None or not engine.words.array.any()
     return caught.value
 
 
 def test_a_shard_that_says_the_wrong_place_is_found_through_the_engines_views() -> None:
     """The plan and its proof believe the shard; only the engine's own views show that a layer ends elsewhere."""
-    engine = Engine(attention(0, 1, ["0", "1", "2"]), integrity=Integrity.OFF)
+    engine = Engine(attention(0, 1, ["0", "1", "2"]), Integrity.OFF)
     last = engine.views["2"]
     # The mapping is longer than the cache: it ends with a page.
     longer = tensor_at(engine.memory.region.base_address, engine.memory.nbytes + 2)
@@ -146,28 +115,25 @@ def test_a_shard_that_says_the_wrong_place_is_found_through_the_engines_views() 
         engine.trial().run()
     error = caught.value
     assert error.reason is Reason.TRIAL_FAILED
-    assert "layout BLHNC, strategy direct" in error.message
+    assert "layout BLHNC, transport nixl" in error.message
     assert "bytes are wrong" in error.message
     assert '"layout"' in error.remedy
 
 
-def test_a_transport_that_moves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF)
+def moves_nothing_of_the_device() -> Callable[[Any, int], int]:
     moves = standin_nixl.nixlAgent.getXferStatus
 
     def moves_only_the_hosts(agent: Any, handle: int) -> int:
         request = agent._requests[handle]
         return moves(agent, handle) if request.num_bytes <= 16 else standin_nixl.NIXL_SUCCESS
 
-    monkeypatch.setattr(standin_nixl.nixlAgent, "getXferStatus", moves_only_the_hosts)
+    return moves_only_the_hosts
+
+
+def test_a_transport_that_moves_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(attention(0, 1, ["0", "1"]), Integrity.OFF)
+    monkeypatch.setattr(standin_nixl.nixlAgent, "getXferStatus", moves_nothing_of_the_device())
     assert "bytes are wrong" in failing(engine).message
-
-
-def test_a_merge_that_is_wrong_leaves_direct_as_the_setting_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_merge, "merge", lambda *_: None)
-    error = failing(Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF))
-    assert "strategy scatter" in error.message
-    assert error.remedy.startswith('Set "strategy" to "direct"')
 
 
 def test_sums_of_the_device_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,19 +163,10 @@ def test_a_cache_of_too_few_blocks_is_refused() -> None:
     assert caught.value.reason is Reason.TRIAL_FAILED
 
 
-def test_a_read_that_never_ends_ends_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.execution.trial.TRIAL_SECONDS", 0.3)
-    monkeypatch.setattr(Read, "advance", lambda *_: False)
-    monkeypatch.setattr(Read, "cancel", lambda *_: None)
-    engine = Engine(attention(0, 1, ["0", "1"]))
-    monkeypatch.setattr("kvferry.execution.executor.Executor.close", lambda self: True)
-    assert "did not arrive" in failing(engine).message
-
-
 @pytest.mark.parametrize("fault", ["none", "wrong bytes", "refused memory"])
 def test_the_second_agent_is_closed_whatever_comes_of_the_trial(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would keep the device's memory registered as long as the engine runs."""
-    engine = Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF)
+    engine = Engine(attention(0, 1, ["0", "1"]), Integrity.OFF)
     second = []
 
     def opens() -> TransportSet:
@@ -217,12 +174,11 @@ def test_the_second_agent_is_closed_whatever_comes_of_the_trial(fault: str, monk
         return second[-1]
 
     if fault == "wrong bytes":
-        monkeypatch.setattr(device_merge, "merge", lambda *_: None)
+        monkeypatch.setattr(standin_nixl.nixlAgent, "getXferStatus", moves_nothing_of_the_device())
     elif fault == "refused memory":
         monkeypatch.setattr(TransportSet, "register", _raise_refusal)
-    trial = Trial(engine.side, engine.views, engine.order, opens, BOTH, NamedLayout.BLHNC)
     with nullcontext() if fault == "none" else pytest.raises(TransportError):
-        trial.run()
+        engine.trial(opens).run()
     [each] = second
     with pytest.raises(TransportError) as closed:
         each.transports["nixl"].register([Region(4096, 4096)])
@@ -261,30 +217,15 @@ class LateOrder(ImmediateOrder):
 
 def test_the_trial_waits_for_the_devices_own_work_before_each_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels are launched on the engine's stream: another agent must not read blocks that they have not reached."""
-    engine = Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF)
+    engine = Engine(attention(0, 1, ["0", "1"]), Integrity.OFF)
     engine.order = order = LateOrder()
     label = LabelledBlocks.label
     monkeypatch.setattr(LabelledBlocks, "label", lambda content: order.work.append(lambda: label(content)))
     standin_nixl.submissions.clear()
-    engine.trial([Strategy.DIRECT]).run()
+    engine.trial().run()
     data = [number for number, kinds in enumerate(standin_nixl.submissions) if "VRAM" in kinds]
     assert order.asked == [0], "the label"
     assert data[0] > 0
-
-
-def test_the_way_back_reads_blocks_that_the_stages_kernel_has_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's launch returns before its work is done, and a transport waits for no stream."""
-    engine = Engine(attention(0, 1, ["0", "1"]), integrity=Integrity.OFF)
-    engine.order = order = LateOrder()
-    merge, bytes_of = device_merge.merge, trial._bytes_of
-    monkeypatch.setattr(device_merge, "merge", lambda *given: order.work.append(lambda: merge(*given)))
-
-    def in_stream_order(view: torch.Tensor) -> Any:
-        order.run()
-        return bytes_of(view)
-
-    monkeypatch.setattr(trial, "_bytes_of", in_stream_order)
-    assert engine.trial([Strategy.SCATTER]).run().strategies == (Strategy.SCATTER,)
 
 
 def test_a_device_that_ends_no_work_ends_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,20 +247,8 @@ def test_a_device_that_ends_no_work_ends_the_trial(monkeypatch: pytest.MonkeyPat
     assert "did not arrive" in failing(engine).message
 
 
-def test_a_cache_whose_blocks_are_larger_than_the_stage_starts_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads choose the direct way for it, unless the setting names the stage: then the trial says that it is small."""
-    engine = Engine(attention(0, 1, ["0", "1", "2"]), integrity=Integrity.OFF, stage_bytes=256)
-    stages: list[int] = []
-    monkeypatch.setattr(registered_memory, "Stage", lambda size, *order: stages.append(size) or Stage(size, *order))
-    assert engine.trial().run().strategies == (Strategy.DIRECT,)
-    error = failing(engine, [Strategy.SCATTER])
-    assert "one block needs a stage of" in error.message
-    assert '"direct"' in error.remedy
-    assert stages == [256] * 2, "the second agent has room for what the engine has room for"
-
-
 def test_a_write_that_fails_ends_the_trial_with_the_transports_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(attention(0, 1, ["0", "1"]), pushes=True)
+    engine = Engine(attention(0, 1, ["0", "1"]))
 
     def fails(*_: object) -> int:
         raise standin_nixl.nixlBackendError("the wire is cut")
@@ -330,13 +259,13 @@ def test_a_write_that_fails_ends_the_trial_with_the_transports_reason(monkeypatc
         "getXferStatus",
         lambda agent, handle: (asks if agent._requests[handle].num_bytes <= 16 else fails)(agent, handle),
     )
-    assert "the wire is cut" in failing(engine, [Strategy.DIRECT]).message
+    assert "the wire is cut" in failing(engine).message
 
 
 def test_a_write_that_never_ends_ends_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.execution.trial.TRIAL_SECONDS", 0.3)
     monkeypatch.setattr("kvferry.transport.nixl.CLOSE_SECONDS", 0.1)
-    engine = Engine(attention(0, 1, ["0", "1"]), pushes=True)
+    engine = Engine(attention(0, 1, ["0", "1"]))
     asks = standin_nixl.nixlAgent.getXferStatus
 
     def hangs(agent: Any, handle: int) -> int:
@@ -344,7 +273,7 @@ def test_a_write_that_never_ends_ends_the_trial(monkeypatch: pytest.MonkeyPatch)
         return asks(agent, handle) if is_nonce else standin_nixl.NIXL_IN_PROG
 
     monkeypatch.setattr(standin_nixl.nixlAgent, "getXferStatus", hangs)
-    assert "did not arrive" in failing(engine, [Strategy.DIRECT]).message
+    assert "did not arrive" in failing(engine).message
 
 
 @pytest.mark.parametrize("damaged", ["labelled", "returned", "null block", "behind"])
@@ -371,28 +300,14 @@ def test_a_change_of_any_block_that_the_trial_looks_at_is_found(damaged: str) ->
     assert caught.value.reason is Reason.BYTES_FOREIGN
 
 
-@pytest.mark.parametrize("pushes", [False, True], ids=["pull", "push"])
 @pytest.mark.parametrize("layout", NamedLayout)
-def test_the_small_cache_of_doctor_passes_in_every_layout(layout: NamedLayout, pushes: bool) -> None:
-    result = try_device(ImmediateOrder(), layout, opened, pushes=pushes)
-    # Two blocks of four layers, 8 heads, 16 tokens and 128 numbers of two bytes, K and V, for each strategy.
-    assert result.strategies == ((Strategy.DIRECT,) if pushes else tuple(BOTH))
+def test_the_small_cache_of_doctor_passes_in_every_layout(layout: NamedLayout) -> None:
+    result = try_device(ImmediateOrder(), layout, opens=opened)
+    # Two blocks of four layers, 8 heads, 16 tokens and 128 numbers of two bytes, K and V.
     assert result.num_bytes == 2 * 4 * 8 * 16 * 2 * 128 * 2
 
 
-@pytest.mark.parametrize(
-    ("given", "tried"),
-    [
-        ({}, {"READ", "WRITE"}),
-        ({"held_prompts": "read"}, {"READ"}),
-        ({"mode": "push"}, {"WRITE"}),
-    ],
-    ids=["pull, written on request", "pull", "push"],
-)
-def test_an_engine_on_a_device_runs_the_trial_before_it_is_ready(
-    given: dict[str, str], tried: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In each way in which it may load or be loaded from: without RDMA held prompts are written on request."""
+def test_an_engine_on_a_device_runs_the_trial_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvferry.integrations.vllm.settings import Settings
 
     from ..adapter.worker_roles import make_worker_role
@@ -400,49 +315,17 @@ def test_an_engine_on_a_device_runs_the_trial_before_it_is_ready(
     memory = DeviceMemory(attention(0, 1, ["0", "1"]).regions[0].length)
     shard = placed(attention(0, 1, ["0", "1"]), memory)
     views = views_of(shard, memory)
-    monkeypatch.setattr(nixl, "rdma_devices", list)
-    settings = Settings(transport="nixl", **given)  # type: ignore[arg-type]
+    settings = Settings(transport="nixl")
     standin_nixl.submissions.clear()
     role = make_worker_role(monkeypatch, settings, shard, views=views, device_order=ImmediateOrder())
     assert role.get_handshake_metadata() is not None
-    assert {each[0] for each in standin_nixl.submissions if "VRAM" in each} == tried
+    assert {each[0] for each in standin_nixl.submissions if "VRAM" in each} == {"WRITE"}
     assert not memory.content.any()
     role.shutdown()
     monkeypatch.setattr(standin_nixl.nixlAgent, "createXferReq", _refuses)
     with pytest.raises(TransportError) as caught:
         make_worker_role(monkeypatch, settings, shard, views=views, device_order=ImmediateOrder())
     assert caught.value.reason is Reason.TRIAL_FAILED
-
-
-def test_where_only_writes_fail_the_trial_says_that_held_prompts_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default they are written on a device without RDMA: who never heard of that must learn how to go without."""
-    from kvferry.integrations.vllm.settings import Settings
-
-    from ..adapter.worker_roles import make_worker_role
-
-    memory = DeviceMemory(attention(0, 1, ["0", "1"]).regions[0].length)
-    shard = placed(attention(0, 1, ["0", "1"]), memory)
-    views = views_of(shard, memory)
-    monkeypatch.setattr(nixl, "rdma_devices", list)
-    creates = standin_nixl.nixlAgent.createXferReq
-
-    def reads_only(agent: Any, operation: Any, *more: Any) -> int:
-        return (_refuses if operation == standin_nixl.NIXL_WRITE else creates)(agent, operation, *more)
-
-    def start(**given: Any) -> Any:
-        settings = Settings(transport="nixl", **given)
-        return make_worker_role(monkeypatch, settings, shard, views=views, device_order=ImmediateOrder())
-
-    monkeypatch.setattr(standin_nixl.nixlAgent, "createXferReq", reads_only)
-    for given, is_read in (({}, True), ({"mode": "push"}, False)):
-        with pytest.raises(TransportError) as caught:
-            start(**given)
-        assert ('"held_prompts" to "read"' in caught.value.remedy) is is_read
-    start(held_prompts="read").shutdown()
-    monkeypatch.setattr(standin_nixl.nixlAgent, "createXferReq", _refuses)
-    with pytest.raises(TransportError) as caught:
-        start()
-    assert "held_prompts" not in caught.value.remedy, "reads fail too"
 
 
 def _refuses(*_: object) -> int:

@@ -1,100 +1,90 @@
 """Failures that users of other systems reported and that need threads, memory or sockets to reproduce."""
 
+import threading
 import time
 from functools import partial
 
-import msgspec
 import numpy as np
 import pytest
 
 from kvferry.arrays import Descriptors
-from kvferry.handoff.messages import RankEntry
-from kvferry.handoff.pull_read import State
+from kvferry.errors import Reason
+from kvferry.handoff.messages import Answer, Question
+from kvferry.handoff.source import END
 from kvferry.testing.transport_peer import pattern
 from kvferry.testing.transport_suite import apply, open_pair, random_offsets
-from kvferry.transport.protocol import Direction, Status, Transfer
-from kvferry.transport.registry import TransportSet, open_transports
+from kvferry.transport.faults import FaultPlan, FaultyTransport
+from kvferry.transport.protocol import Direction, Status
 
 from ..counted_work import containers_of, lines_of
-from .engines_in_process import DecodeRank, PrefillEngine, Rank, filled_ranks
-from .test_staged_loads import Pair, Watched, run
+from ..waits import wait_until
+from .engines_that_write import Pairs, check_arrived, engines
+
+__all__ = ["engines"]
 
 
-class OneIsSlow(Watched):
-    """Keeps the data of the second rank from arriving."""
-
-    held: Transfer | None = None
-
-    def submit(self, *arguments: object) -> Transfer:
-        transfer = super().submit(*arguments)
-        if transfer.num_bytes > 16:
-            self.held = transfer
-        return transfer
-
-    def poll(self, transfer: Transfer) -> Status:
-        return Status.PENDING if transfer is self.held else self.inner.poll(transfer)
-
-
-def test_vllm_ascend_10548_parallel_pulls_do_not_race_the_merge() -> None:
-    """vllm-ascend#10548: heads pulled from several ranks at once were merged before all of them had come."""
-    pair = Pair()
-    slow = OneIsSlow(pair.destination)
-    load = pair.load(transport=slow)
-    for _ in range(50):
-        load.advance(pair.scratch, time.monotonic())
-    assert [transfer.status for _, transfer in load._transfers] == [Status.DONE, Status.PENDING]
-    assert load._pull.state is State.DATA
-    assert not pair.cache.any(), "merged while a rank's data was on its way"
-    assert not pair.is_stage_free, "another load could overwrite what has come"
-    slow.held = None
-    assert run(load, pair.scratch).error is None
-    assert pair.is_exact
+def test_vllm_ascend_10548_a_load_waits_for_every_rank_that_writes(engines: Pairs) -> None:
+    """vllm-ascend#10548: heads pulled from several ranks at once were used before all of them had come."""
+    sender, [receiver] = engines.open(2, 1, faults=FaultPlan())
+    [slow] = sender.ranks[1].transports.transports.values()
+    assert isinstance(slow, FaultyTransport)
+    slow._plan = FaultPlan(delay_seconds=1.0)
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(END, [5, 1])
+    wait_until(lambda: receiver.rank.cache.any() and not sender.ranks[0].writer._writes.num_open)
+    assert receiver.is_waiting(0.3), "the other has not"
+    assert receiver.result().error is None
+    check_arrived(sender, [receiver], [5, 1], [0, 3])
 
 
-class RanksApart(PrefillEngine):
-    """A prefill engine whose ranks each have transports of their own, as processes have."""
+def test_sglang_12779_a_stopped_prefill_worker_holds_no_other_load(engines: Pairs) -> None:
+    """Its engine answers the handshake; the process of the rank itself is stopped, and answers nothing."""
+    well, [receiver] = engines.open()
+    ill, [other] = engines.open()
+    other.close()
+    engines.receivers = [receiver]
+    goes_on = threading.Event()
 
-    def __init__(self, ranks: list[Rank]) -> None:
-        super().__init__("memcpy", ranks)
-        self.each: list[TransportSet] = [open_transports("memcpy") for _ in ranks]
-        own = [
-            each.register([*rank.regions, words.region])
-            for each, rank, words in zip(self.each, ranks, self.words, strict=True)
-        ]
-        entries: tuple[RankEntry, ...] = tuple(
-            msgspec.structs.replace(entry, end_points=end_points)
-            for entry, end_points in zip(self.directory().ranks, own, strict=True)
-        )
-        self.answer = lambda question: self.directory(ranks=entries)
+    class Stopped:
+        def answer(self, question: Question) -> Answer:
+            goes_on.wait(20.0)
+            return writer.answer(question)
 
-    def close(self) -> None:
-        super().close()
-        for each in self.each:
-            each.close()
+    [stopped] = ill.ranks
+    writer, stopped.answerer = stopped.answerer, Stopped()  # type: ignore[assignment]
+    try:
+        receiver.receive(ill.hold(), [1, 4], "y", "ill", seconds=1.5)
+        for number in range(3):
+            well.compute(END, [5, 1], f"x{number}")
+            began_at = time.monotonic()
+            receiver.receive(well.hold(), [0, 3], f"x{number}", f"well {number}")
+            assert receiver.result().error is None
+            assert time.monotonic() - began_at < 1.0
+        check_arrived(well, [receiver], [5, 1], [0, 3])
+        error = receiver.result().error
+        assert error is not None
+        assert error.reason is Reason.DEADLINE_EXCEEDED
+    finally:
+        goes_on.set()
 
 
-def test_vllm_ascend_5960_engines_and_ranks_are_reached_by_what_they_name() -> None:
+def test_vllm_ascend_5960_engines_and_ranks_are_reached_by_what_they_name(engines: Pairs) -> None:
     """vllm-ascend#5960: ports computed by arithmetic collided across PP, PCP and DP. Here nothing is computed.
 
-    Four engines on one host, two ranks each: every byte comes from the engine and the rank that named its end points.
+    Four engines on one host, two ranks each: every byte comes from the engine and the rank that named its port.
     """
-    engines = []
-    try:
-        for number in range(4):
-            ranks = filled_ranks(2)
-            for rank in ranks:
-                rank.cache += np.uint8(50 * number)
-            engines.append(RanksApart(ranks))
-        assert len({engine.listener.port for engine in engines}) == 4
-        for engine in reversed(engines):
-            decode = DecodeRank("memcpy", Rank(0, 1))
-            assert decode.load(engine.hold(), [5, 0, 3], [1, 2, 4]).error is None
-            rows = np.concatenate([rank.cache for rank in engine.ranks], axis=1)  # type: ignore[attr-defined]
-            np.testing.assert_array_equal(decode.rank.cache[[1, 2, 4]], rows[[5, 0, 3]])  # type: ignore[attr-defined]
-            decode.transports.close()
-    finally:
-        for engine in engines:
-            engine.close()
+    for number in range(4):
+        sender, [receiver] = engines.open(2, 1)
+        for rank in sender.ranks:
+            rank.rank.cache += np.uint8(50 * number)
+        if number < 3:
+            receiver.close()
+    assert len({sender.listener.port for sender in engines.senders}) == 4
+    for number, sender in enumerate(reversed(engines.senders)):
+        receiver.receive(sender.hold(), [1, 2, 4], f"x{number}", f"r{number}")
+        sender.compute(END, [5, 0, 3], f"x{number}")
+        assert receiver.result().error is None
+        check_arrived(sender, [receiver], [5, 0, 3], [1, 2, 4])
 
 
 def test_nixl_176_15000_segments_do_not_hold_their_caller_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution.destination import AwaitedLoad, Announcement
+from kvferry.execution.destination import Announcement, AwaitedLoad
 from kvferry.execution.job import Phase
-from kvferry.execution.read import Read
-from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.destination import DestinationLoad
-from kvferry.handoff.source import END, Need, Prompt, WriteRequest, SourceWrites
+from kvferry.handoff.messages import EndPoint, WriteKey
+from kvferry.handoff.source import END, Need, Prompt, SourceWrites, WriteRequest
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
 from kvferry.plan.layer_spans import Span
 from kvferry.transport.null import NullTransport
@@ -76,14 +75,14 @@ def frames() -> Frames:
     return Frames()
 
 
-def push_request(key: WriteKey = KEY) -> WriteRequest:
+def write_request(key: WriteKey = KEY) -> WriteRequest:
     return WriteRequest(key, "x", 32, "p", {SPAN: Need(0, 32, 16)}, deadline=30.0)
 
 
 @pytest.mark.parametrize("way", ["fail", "stopped", "end"])
-def test_a_push_that_is_over(way: str, frames: Frames) -> None:
+def test_a_write_that_is_over(way: str, frames: Frames) -> None:
     side = SourceWrites()
-    side.announce(push_request(), now=0.0)
+    side.announce(write_request(), now=0.0)
     side.compute("x", Prompt(32, "p", {}, END))
     if way == "end":
         frames.error(lambda error: side.end("x", error))
@@ -93,15 +92,15 @@ def test_a_push_that_is_over(way: str, frames: Frames) -> None:
     over = side.outcome(KEY)
     assert over is not None
     assert parts_of(over.error) == PARTS
-    frames.hold(lambda: side.announce(push_request(), now=0.0))
+    frames.hold(lambda: side.announce(write_request(), now=0.0))
     if way == "end":
-        frames.hold(lambda: side.announce(push_request(WriteKey("d", 1, 2)), now=0.0))
+        frames.hold(lambda: side.announce(write_request(WriteKey("d", 1, 2)), now=0.0))
     assert not frames.are_alive()
 
 
-def test_a_push_that_cannot_be_stopped_yet(frames: Frames) -> None:
+def test_a_write_that_cannot_be_stopped_yet(frames: Frames) -> None:
     side = SourceWrites()
-    side.announce(push_request(), now=0.0)
+    side.announce(write_request(), now=0.0)
     side.compute("x", Prompt(32, "p", {}, END))
     assert side.take(KEY)
     frames.error(lambda error: side.fail(KEY, error))
@@ -109,39 +108,32 @@ def test_a_push_that_cannot_be_stopped_yet(frames: Frames) -> None:
     assert not frames.are_alive()
 
 
-def test_a_push_whose_sources_are_not_quiet(frames: Frames) -> None:
-    receiving = DestinationLoad("r", {0: "a"}, deadline=30.0)
-    receiving.announcing(0)
-    frames.error(receiving.fail)
-    assert not receiving.is_over
+def test_a_load_whose_sources_are_not_quiet(frames: Frames) -> None:
+    load = DestinationLoad("r", "x", {0: "a"}, {0: EndPoint("h", 1, 1)}, deadline=30.0)
+    load.announcing(0)
+    frames.error(load.fail)
+    assert not load.is_over
     assert not frames.are_alive()
-    assert parts_of(receiving.error) == PARTS
+    assert parts_of(load.error) == PARTS
 
 
-def test_a_push_without_sources(frames: Frames) -> None:
-    receipt = AwaitedLoad(Announcement("r", "x", 32, "p", time.monotonic() + SECONDS), KEY, frames.fail, Forgetting())  # type: ignore[arg-type]
-    receipt.advance(Scratch(num_words=4), time.monotonic())
-    assert receipt.phase is Phase.DONE
+def test_a_load_without_sources(frames: Frames) -> None:
+    asked = Announcement("r", "x", 32, "p", time.monotonic() + SECONDS, engine_epoch=1)
+    load = AwaitedLoad(asked, KEY, frames.fail, Forgetting())  # type: ignore[arg-type]
+    load.advance(time.monotonic())
+    assert load.phase is Phase.DONE
     assert not frames.are_alive()
-    assert parts_of(receipt.error) == PARTS
+    assert parts_of(load.error) == PARTS
 
 
 class Forgetting:
-    """What a receipt asks of its receiver where it has no source."""
+    """What a load asks of its rank where it has no source."""
 
     def collect(self) -> None:
         pass
 
     def forget(self, number: int) -> None:
         pass
-
-
-def test_a_load(frames: Frames) -> None:
-    load = Read("r", frames.fail, time.monotonic() + SECONDS)
-    load.advance(Scratch(num_words=4), time.monotonic())
-    assert load.phase is Phase.STOPPING
-    assert not frames.are_alive()
-    assert parts_of(load.error) == PARTS
 
 
 def test_a_call_on_a_thread_of_its_own(frames: Frames) -> None:
@@ -185,7 +177,7 @@ def test_a_transport_that_does_not_reach_a_peer(
 
 
 def test_a_write_that_failed_keeps_no_descriptors(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """23040 of them were 551 KiB for each of up to 65536 pushes that are remembered."""
+    """23040 of them were 551 KiB for each of up to 65536 writes that are remembered."""
     sender, [receiver] = engines.open()
     [source] = sender.ranks
     held: list[weakref.ref[np.ndarray]] = []
@@ -199,7 +191,7 @@ def test_a_write_that_failed_keeps_no_descriptors(engines: Pairs, monkeypatch: p
     sender.compute(END, [5, 1])
     receiver.receive(sender.hold(), [0, 3])
     assert parts_of(receiver.result().error) == PARTS
-    [result] = sender.pushed(1)
+    [result] = sender.written(1)
     assert parts_of(result.error) == PARTS
     gc.collect()
     assert held

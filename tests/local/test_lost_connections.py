@@ -5,7 +5,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.errors import TransportError
-from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.job import JobResult
 from kvferry.handoff.messages import Handle
 from kvferry.handoff.remote_holds import RemoteHold
 
-from .engines_in_process import EPOCH, GENERATION, HOST, DecodeRank, Rank, filled_ranks, whole_blocks
+from ..waits import wait_until
+from .engines_in_process import EPOCH, HOST, Rank, filled_ranks
 from .engines_that_write import ReceivingRank
 from .handing_process import SOURCE_IDS
 
@@ -26,16 +25,18 @@ pytestmark = pytest.mark.slow
 
 TARGET_IDS = [1, 2, 4]
 NUM_CUTS = 5
+SLOWLY = "20000"
+"""Bytes per second: a load takes some tenths of a second."""
 MAX_FAILED = 3
-"""Transfers that may fail after each cut: the one under way, and those that a dead connection was made for."""
+"""Loads that may fail after each cut: the one under way, and those that a dead connection was made for."""
 
 
 @contextmanager
-def handing_process(transport: str, mode: str) -> Iterator[tuple[int, "subprocess.Popen[bytes]"]]:
+def handing_process(transport: str, bytes_per_second: str) -> Iterator[tuple[int, "subprocess.Popen[bytes]"]]:
     """Start a prefill engine, and return the port of its directory. Its UCX uses TCP only."""
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
-    arguments = [sys.executable, "-m", "tests.local.handing_process", transport, mode]
+    arguments = [sys.executable, "-m", "tests.local.handing_process", transport, bytes_per_second]
     child = subprocess.Popen(arguments, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert child.stdout is not None
@@ -89,75 +90,37 @@ def expected() -> np.ndarray:
     return filled_ranks(1)[0].cache[SOURCE_IDS]
 
 
-def read(decode: DecodeRank, hold: RemoteHold, cut: Callable[[], int] | None = None) -> JobResult:
-    """Load, with the connections ``cut`` under the transfer, and do as a worker does with a failed load."""
-    load = decode.start(hold, [whole_blocks("full", SOURCE_IDS, TARGET_IDS)], seconds=20.0)
-    while load.phase is not Phase.DONE:
-        moved = load.advance(decode.scratch, time.monotonic())
-        if cut is not None and load.phase is Phase.MOVING:
-            cut()
-            cut = None
-        if not moved:
-            time.sleep(0.001)
-    result = load.result(time.monotonic())
-    if isinstance(result.error, TransportError):
-        decode.engines.suspect(hold)
-    return result
-
-
 @pytest.mark.parametrize("moment", ["before", "during"])
-def test_vllm_backport_33_a_connection_that_dies_under_a_living_peer_is_made_again_for_reads(
+def test_vllm_backport_33_a_connection_that_dies_under_a_living_peer_is_made_again(
     moment: str, cut_connections: Callable[[], int], tcp_only: None
 ) -> None:
-    """UCX connections died after three days, and both engines had to be restarted."""
-    decode = DecodeRank("nixl", Rank(0, 1))
-    cache = decode.rank.cache  # type: ignore[attr-defined]
-    try:
-        with handing_process("nixl", "pull") as (port, child):
-            hold = RemoteHold("p", EPOCH, HOST, port, Handle("a", GENERATION))
-            assert read(decode, hold).error is None
-            num_cut = 0
-            for _ in range(NUM_CUTS):
-                cache[:] = 0
-                if moment == "before":
-                    num_cut += cut_connections()
-                results = [read(decode, hold, cut_connections if moment == "during" else None)]
-                while results[-1].error is not None and len(results) <= MAX_FAILED:
-                    assert isinstance(results[-1].error, TransportError), results[-1].error
-                    results.append(read(decode, hold))
-                assert results[-1].error is None, "the connection is not made again"
-                np.testing.assert_array_equal(cache[TARGET_IDS], expected())
-            assert moment == "during" or num_cut >= NUM_CUTS, "nothing was cut"
-            assert child.poll() is None
-    finally:
-        decode.close()
-
-
-def test_vllm_backport_33_a_connection_that_dies_under_a_living_peer_is_made_again_for_pushes(
-    cut_connections: Callable[[], int], tcp_only: None
-) -> None:
-    """Both the connection for the bytes and those for messages are cut. A write that fails so costs a fence, and one
-    fence follows another after ``fence_seconds`` only.
+    """UCX connections died after three days, and both engines had to be restarted. Both the connection for the bytes
+    and those for messages are cut. A write that fails so costs a fence, and one fence follows another after
+    ``fence_seconds`` only.
     """
     receiver = ReceivingRank(Rank(0, 1), transport="nixl", fence_seconds=1.0)
     cache, number = receiver.rank.cache, 0
     try:
-        with handing_process("nixl", "push") as (port, child):
+        with handing_process("nixl", SLOWLY if moment == "during" else "") as (port, child):
 
-            def push() -> JobResult:
+            def load(cut: Callable[[], int] | None = None) -> JobResult:
                 nonlocal number
                 hold = RemoteHold("p", EPOCH, HOST, port, Handle(f"transfer {number}", 0))
                 receiver.receive(hold, TARGET_IDS, f"transfer {number}", f"job {number}", seconds=20.0)
                 number += 1
+                if cut is not None:
+                    wait_until(lambda: bool(cache.any()), "nothing is written")
+                    assert cut() >= 1, "nothing was cut"
                 return receiver.result(40.0)
 
-            assert push().error is None
+            assert load().error is None
             for _ in range(NUM_CUTS):
                 cache[:] = 0
-                assert cut_connections() >= 1, "nothing was cut"
-                results = [push()]
+                if moment == "before":
+                    assert cut_connections() >= 1, "nothing was cut"
+                results = [load(cut_connections if moment == "during" else None)]
                 while results[-1].error is not None and len(results) <= MAX_FAILED:
-                    results.append(push())
+                    results.append(load())
                 assert results[-1].error is None, results[-1].error
                 np.testing.assert_array_equal(cache[TARGET_IDS], expected())
             assert child.poll() is None

@@ -8,12 +8,11 @@ import numpy.typing as npt
 import pytest
 
 from kvferry.execution.executor import Executor
-from kvferry.execution.read import Read
-from kvferry.execution.route import Route
+from kvferry.execution.local_copy import LocalCopy, LocalRoute
 from kvferry.layout.dense import shard_for
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
@@ -22,8 +21,6 @@ from kvferry.tiers import remote_pool
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Stack
-from kvferry.transport.memcpy import MemcpyTransport
-from kvferry.transport.registry import Link
 
 from .pool_master import Master, SharedClients, open_pool, skip_without_mooncake, wait_until
 
@@ -67,15 +64,12 @@ class PoolArena(Arena):
         self.destinations = [
             strided_memory(self, shard(NamedLayout.BLHNC, rank, destination_tp)) for rank in range(destination_tp)
         ]
-        self.transport, self.executor = MemcpyTransport(), Executor()
-        peer = self.transport.connect(self.transport.register([Region(self.buffer.ctypes.data, ARENA_BYTES)])).peer
-        assert peer is not None
-        own_memory = Link("memcpy", self.transport, peer)
+        self.executor = Executor()
         shards = [[rank.shard for rank in ranks] for ranks in (self.sources, self.destinations)]
         self.slabs = [strided_memory(self, slab_shard(ranks, {"full": NUM_SLOTS})).shard for ranks in shards]
         self.stacks = [Stack(HostMemory(slab), [open_pool(master, slab.regions[0])]) for slab in self.slabs]
-        self.stores = [Route(shards[0], self.slabs[0], {rank: own_memory}) for rank in range(source_tp)]
-        self.loads = [Route([self.slabs[1]], rank.shard, {0: own_memory}) for rank in self.destinations]
+        self.stores = [LocalRoute(shards[0], self.slabs[0], [rank]) for rank in range(source_tp)]
+        self.loads = [LocalRoute([self.slabs[1]], rank.shard, [0]) for rank in self.destinations]
 
     def move(self, rows: npt.NDArray[np.uint64]) -> None:
         """Store and load through the pool, with new names each time; the rows of a direct move are not needed."""
@@ -105,11 +99,9 @@ class PoolArena(Arena):
         self.run(self.loads, blocks_of(load.block_ids.tolist(), DESTINATION_IDS))
         stack.complete_load("request")
 
-    def run(self, routes: Sequence[Route], blocks: GroupBlocks) -> None:
+    def run(self, routes: Sequence[LocalRoute], blocks: GroupBlocks) -> None:
         for number, route in enumerate(routes):
-            assert route.is_ready()
-            reads = [route.read(plan, [blocks]) for plan in route.own_plans(0)]
-            self.executor.submit(Read(f"copy {number}", lambda reads=reads: reads, time.monotonic() + 30))  # type: ignore[misc]
+            self.executor.submit(LocalCopy(f"copy {number}", route, 0, [blocks], fills_blocks=True))
         num_done = 0
         while num_done < len(routes):
             results = self.executor.collect(30.0)
@@ -125,7 +117,6 @@ class PoolArena(Arena):
         for stack in self.stacks:
             stack.close()
         self.executor.close()
-        self.transport.close()
 
 
 @pytest.fixture(scope="module")

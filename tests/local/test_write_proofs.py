@@ -407,17 +407,17 @@ def test_hole_1_a_write_that_failed_may_still_land_so_a_fence_comes_before_the_b
     require(transport)
     process = elsewhere() if is_elsewhere else own_identity()
     sender, [receiver] = engines.open(faults=FaultPlan(fail_after=1), transport=transport, process=process)
-    breaking = Breaking(sender.ranks[0], monkeypatch)
-    receiver.receive(sender.hold(), [0, 3])
-    sender.compute(END, [5, 1])
-    error = receiver.result(15.0).error
-    assert error is not None
-    assert error.reason is Reason.TRANSFER_FAILED
-    receiver.rank.cache[:] = 7
-    breaking.deliver()
-    assert (receiver.rank.cache == 7).all(), "the blocks are another request's by now"
-    assert receiver.announcer.num_fences == 1
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        breaking = Breaking(sender.ranks[0], patch)
+        receiver.receive(sender.hold(), [0, 3])
+        sender.compute(END, [5, 1])
+        error = receiver.result(15.0).error
+        assert error is not None
+        assert error.reason is Reason.TRANSFER_FAILED
+        receiver.rank.cache[:] = 7
+        breaking.deliver()
+        assert (receiver.rank.cache == 7).all(), "the blocks are another request's by now"
+        assert receiver.announcer.num_fences == 1
     plan_of(sender, FaultPlan())
     receiver.receive(sender.hold(), [2, 4], "y", "s")
     sender.compute(END, [5, 1], "y")

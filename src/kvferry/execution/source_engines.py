@@ -79,11 +79,16 @@ class SourceEngine:
             )
         return ranks
 
-    def check_block_sizes(self, block_sizes: Sequence[int]) -> None:
-        """Refuse block sizes, by cache group, that are not the engine's: the parameters of a request say them.
-
-        Raises :class:`HandoffError` (wrong-parameters).
+    def check_parameters(self, engine_id: str, block_sizes: Sequence[int]) -> None:
+        """Refuse what the parameters of a request say, where the engine says otherwise: its id, and its block sizes by
+        cache group. Raises :class:`HandoffError` (wrong-parameters).
         """
+        if engine_id != self._directory.engine_id:
+            raise HandoffError(
+                Reason.WRONG_PARAMETERS,
+                f"the request's parameters name engine {engine_id!r} at the address of {self._directory.engine_id!r}.",
+                "Check that the router copies the prefill engine's kv_transfer_params whole.",
+            )
         for shard in self._sources:
             for group in shard.groups:
                 index = int(group.name)

@@ -64,7 +64,7 @@ BY_HAND: dict[str, tuple[Callable[[Params, Params], Params], int, str, str]] = {
     "no generation": (of_ferry(generation="0" * 16), 400, "malformed-message", API_SERVER),
     "another engine's id": (lambda ours, _: ours | {"remote_engine_id": "another"}, 400, "wrong-parameters", ENGINE),
     "another epoch": (of_ferry(epoch=7), 503, "peer-changed", ENGINE),
-    "other block sizes": (of_ferry(block_sizes=[16]), 400, "invalid-request", ENGINE),
+    "other block sizes": (of_ferry(block_sizes=[16]), 400, "wrong-parameters", ENGINE),
     "another digest": (of_ferry(prompt_digest="0" * 32), 400, "invalid-request", API_SERVER),
     "another number of tokens": (of_ferry(num_tokens=NUM_TOKENS - 1), 400, "invalid-request", API_SERVER),
     "an address elsewhere": (

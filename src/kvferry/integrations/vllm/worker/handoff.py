@@ -162,5 +162,6 @@ class Destination:
         engine = self._rank.source_engines.get(order.hold)
         if engine is None:
             return None
-        engine.check_block_sizes(order.source_block_sizes)
+        if order.hold.handle.generation != TRANSFER_GENERATION:  # of a transfer the engine itself has offered both
+            engine.check_parameters(order.hold.engine_id, order.source_block_sizes)
         return engine.sources(order.announced.transfer_id, order.blocks)

@@ -1,4 +1,4 @@
-"""The scheduler's role in push mode, without an engine: its orders to workers, its holds and its loads."""
+"""Routers' transfers at the scheduler's role, without an engine: orders to workers, holds and loads."""
 
 import time
 from types import SimpleNamespace
@@ -13,23 +13,35 @@ import torch
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import RankEntry, Release, Renew
+from kvferry.handoff.messages import Release, Renew
 from kvferry.handoff.source import END, BlockList
 from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.client import ask
-from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.scheduler import push as push_scheduler_role
+from kvferry.integrations.vllm.request_checks import check_params
+from kvferry.integrations.vllm.scheduler import source as source_module
 from kvferry.integrations.vllm.scheduler.params import prompt_digest
-from kvferry.integrations.vllm.scheduler.push import check_pushable
-from kvferry.integrations.vllm.settings import parse_settings
+from kvferry.integrations.vllm.scheduler.source import is_data_parallel, tells_after_the_end
 
 from ..waits import wait_until
-from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, allocated, kept, next_step, request, run_prefill, scheduled
+from .flows import FLOWS, Flow, to_decode, to_prefill
+from .scheduler_requests import (
+    A_RANK,
+    FULL,
+    PROMPT,
+    STATE,
+    WINDOW,
+    allocated,
+    kept,
+    next_step,
+    request,
+    run_prefill,
+    scheduled,
+)
 
-TO_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "x"}
-A_RANK = RankEntry(0, 0, b"", {}, 0, 0)
+TO_PREFILL = to_prefill("concurrent")
+OURS_ALONE = SimpleNamespace(kv_connector="KVFerryConnector", kv_connector_extra_config={})
 SECONDS = 10.0
 
 
@@ -46,23 +58,11 @@ def step(role: Any, ours: Request, num_tokens: int, *groups: list[int]) -> Any:
     return orders
 
 
-def pushed_to(role: Any, prefill: Any, **changed: Any) -> tuple[Request, Any]:
+def met_by(role: Any, prefill: Any, **changed: Any) -> tuple[Request, Any]:
     """Let a decode engine meet a request as a router sends it, once it knows where it comes from."""
-    ours = request(list(PROMPT), to_decode(prefill) | changed, "d")
+    ours = request(list(PROMPT), to_decode("concurrent", prefill, None) | changed, "d")
     role.on_new_request(ours)
     return ours, awaited(role, ours)
-
-
-def to_decode(prefill: Any) -> dict[str, Any]:
-    """Return the router's parameters for the decode engine."""
-    address = f"http://127.0.0.1:{prefill._source.bootstrap.port}"
-    engine_id = id_in_epoch(prefill._state.engine_id, prefill._state.epoch)
-    return {
-        "do_remote_prefill": True,
-        "transfer_id": "x",
-        "remote_engine_id": engine_id,
-        "remote_bootstrap_addr": address,
-    }
 
 
 def awaited(role: Any, ours: Request) -> Any:
@@ -76,7 +76,7 @@ def awaited(role: Any, ours: Request) -> Any:
 
 def test_workers_learn_the_address_at_which_their_engine_ends_a_hold(make_role: Any) -> None:
     """A rank whose write failed asks it to, as the receiver would."""
-    role = make_role(FULL, mode="push")
+    role = make_role(FULL)
     ours = begin(role)
     engine = step(role, ours, 80, [5, 4, 3, 2, 1]).engine.where
     role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True)
@@ -85,7 +85,7 @@ def test_workers_learn_the_address_at_which_their_engine_ends_a_hold(make_role: 
 
 
 def test_each_chunk_tells_the_workers_how_far_the_prompt_is_final(make_role: Any) -> None:
-    role = make_role(FULL, mode="push")
+    role = make_role(FULL)
     ours = begin(role)
     orders = [step(role, ours, 32, [5, 4]), step(role, ours, 48, [5, 4, 3, 2, 1])]
     [[(first_id, first)], [(last_id, last)]] = [each.prompts for each in orders]
@@ -95,7 +95,7 @@ def test_each_chunk_tells_the_workers_how_far_the_prompt_is_final(make_role: Any
 
 
 def test_a_finished_prompt_is_held_until_it_is_released_and_the_workers_know_first(make_role: Any) -> None:
-    role = make_role(FULL, mode="push")
+    role = make_role(FULL)
     ours = begin(role)
     step(role, ours, 80, [5, 4, 3, 2, 1])
     assert role.request_finished(ours, ([5, 4, 3, 2, 1],), is_complete=True) == (False, None)
@@ -110,7 +110,7 @@ def test_a_finished_prompt_is_held_until_it_is_released_and_the_workers_know_fir
 
 def test_a_prompt_that_is_begun_after_a_reset_ends_with_a_release_for_the_epoch_before_it(make_role: Any) -> None:
     """The decode engine asked this engine before the reset; its load has failed, and it releases what it asked for."""
-    role = make_role(FULL, mode="push")
+    role = make_role(FULL)
     former = role._state.epoch
     role.reset_cache()
     ours = begin(role)
@@ -123,30 +123,23 @@ def test_a_prompt_that_is_begun_after_a_reset_ends_with_a_release_for_the_epoch_
 
 def test_two_prompts_of_one_request_id_are_held_one_by_one(make_role: Any) -> None:
     """A client may name a request as it named a former one, whose blocks are still held."""
-    role = make_role(FULL, mode="push")
-    for transfer_id, block in (("x", 5), ("y", 4)):
+    role = make_role(FULL)
+    blocks = {"x": [5, 4, 3, 2, 1], "y": [10, 9, 8, 7, 6]}
+    for transfer_id, held in blocks.items():
         ours = begin(role, transfer_id=transfer_id)
-        step(role, ours, 80, [block])
-        role.request_finished(ours, ([block],), is_complete=True)
-    assert sorted(kept(role)) == [4, 5]
-    for transfer_id, held in (("y", [5]), ("x", [])):
+        step(role, ours, 80, held)
+        role.request_finished(ours, (held,), is_complete=True)
+    assert sorted(kept(role)) == [*range(1, 11)]
+    for transfer_id, left in (("y", [1, 2, 3, 4, 5]), ("x", [])):
         role._answer(Release(role._state.epoch, (handle_of_transfer(transfer_id),)))
         next_step(role)
-        assert kept(role) == held
-
-
-def test_a_transfer_id_that_no_message_holds_is_not_pushed(make_role: Any, caplog: pytest.LogCaptureFixture) -> None:
-    role = make_role(FULL, mode="push")
-    ours = begin(role, transfer_id="x" * 513)
-    assert step(role, ours, 80, [5, 4, 3, 2, 1]).prompts == []
-    assert "transfer_id" in caplog.text
-    assert role._state.holds.num_holds == 0
+        assert sorted(kept(role)) == left
 
 
 def test_a_prompt_is_read_once_however_many_chunks_it_takes(make_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = Mock(side_effect=push_scheduler_role.prompt_digest)
-    monkeypatch.setattr(push_scheduler_role, "prompt_digest", reads)
-    role = make_role(FULL, mode="push")
+    reads = Mock(side_effect=source_module.prompt_digest)
+    monkeypatch.setattr(source_module, "prompt_digest", reads)
+    role = make_role(FULL)
     ours = begin(role)
     for _ in range(5):
         step(role, ours, 16, [5, 4, 3, 2, 1])
@@ -154,7 +147,7 @@ def test_a_prompt_is_read_once_however_many_chunks_it_takes(make_role: Any, monk
 
 
 def test_an_aborted_prompt_ends_in_the_next_step(make_role: Any) -> None:
-    role = make_role(FULL, mode="push")
+    role = make_role(FULL)
     ours = begin(role)
     step(role, ours, 32, [5, 4])
     role.request_finished(ours, ([5, 4],), is_complete=False)
@@ -163,8 +156,8 @@ def test_an_aborted_prompt_ends_in_the_next_step(make_role: Any) -> None:
 
 
 def test_a_prompt_that_ends_before_its_first_step_ends_its_transfer(make_role: Any) -> None:
-    """As one that is aborted in the queue, or rejected by the prefill engine: nobody will push it any more."""
-    role = make_role(FULL, mode="push")
+    """As one that is aborted in the queue, or rejected by the prefill engine: nobody will write it any more."""
+    role = make_role(FULL)
     ours = request(list(PROMPT), TO_PREFILL)
     role.on_new_request(ours)
     role.request_finished(ours, ([],), is_complete=False)
@@ -173,8 +166,8 @@ def test_a_prompt_that_ends_before_its_first_step_ends_its_transfer(make_role: A
     assert role._answer(Renew(role._state.epoch, (handle_of_transfer("x"),))).lost == (handle_of_transfer("x"),)
 
 
-def test_a_sample_that_ends_before_its_first_step_ends_no_push_of_another(make_role: Any) -> None:
-    role = make_role(FULL, mode="push")
+def test_a_sample_that_ends_before_its_first_step_ends_no_transfer_of_another(make_role: Any) -> None:
+    role = make_role(FULL)
     ours = begin(role, request_id="0_r")
     other = request(list(PROMPT), TO_PREFILL, "1_r")
     role.on_new_request(other)
@@ -184,7 +177,7 @@ def test_a_sample_that_ends_before_its_first_step_ends_no_push_of_another(make_r
 
 
 def test_trap_14_a_preempted_prompt_is_named_before_its_blocks_are_reused(make_role: Any) -> None:
-    role = make_role(FULL, mode="push")
+    role = make_role(FULL)
     ours = begin(role)
     step(role, ours, 32, [5, 4])
     assert role.build_connector_meta(scheduled({}, preempted={"r", "another"})).preempted == ["x"]
@@ -192,7 +185,7 @@ def test_trap_14_a_preempted_prompt_is_named_before_its_blocks_are_reused(make_r
 
 def test_a_transfer_released_before_its_prompt_came_is_not_held(make_role: Any) -> None:
     """As where the decode engine rejects a request before admission, or has the whole prompt."""
-    role = make_role(FULL, mode="push")
+    role = make_role(FULL)
     role._answer(Release(role._state.epoch, (handle_of_transfer("x"),)))
     assert role.has_pending_work()
     assert next_step(role).ended_transfers == ["x"], "ranks may know of blocks for it already"
@@ -204,35 +197,35 @@ def test_a_transfer_released_before_its_prompt_came_is_not_held(make_role: Any) 
     assert (orders.prompts, kept(role)) == ([], [])
 
 
-def test_one_of_several_samples_is_pushed(make_role: Any) -> None:
-    role = make_role(FULL, mode="push")
+def test_one_of_several_samples_serves_a_transfer(make_role: Any) -> None:
+    role = make_role(FULL)
     samples = [begin(role, request_id=f"{number}_r") for number in range(2)]
     blocks = {sample.request_id: ([5, 4, 3, 2, 1],) for sample in samples}
     assert len(role.build_connector_meta(scheduled(dict.fromkeys(blocks, 80), blocks)).prompts) == 1
 
 
 def test_trap_14_blocks_that_left_the_window_are_not_named(make_role: Any) -> None:
-    role = make_role(FULL, WINDOW, mode="push")
+    role = make_role(FULL, WINDOW)
     ours = begin(role)
     [(_, prompt)] = step(role, ours, 79, [5, 4, 3, 2, 1], [0, 0, 8, 7, 6]).prompts
     assert prompt.blocks["1"] == BlockList(32, [8, 7, 6])
 
 
 def test_the_last_token_of_a_model_with_windows_is_left_to_the_decode_engine(make_role: Any) -> None:
-    """One prompt in a block's length would push the first block that this token attends to out of the window."""
-    prefill, decode = make_role(FULL, WINDOW, mode="push"), make_role(FULL, WINDOW, mode="push")
+    """In one prompt of a block's length it would move the first block that this token attends to out of the window."""
+    prefill, decode = make_role(FULL, WINDOW), make_role(FULL, WINDOW)
     prefill.publish([A_RANK])
     prefilled = begin(prefill)
     [(_, sent)] = step(prefill, prefilled, 79, [5, 4, 3, 2, 1], [0, 0, 8, 7, 6]).prompts
-    ours, _ = pushed_to(decode, prefill)
+    ours, _ = met_by(decode, prefill)
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), 79)
     [order] = next_step(decode).loads
-    assert (sent.num_tokens, sent.num_final, sent.digest) == (79, END, order.pushed.digest)
-    assert order.pushed.num_tokens == 79
+    assert (sent.num_tokens, sent.num_final, sent.digest) == (79, END, order.announced.digest)
+    assert order.announced.num_tokens == 79
 
 
-def test_a_state_that_goes_past_the_prompt_is_no_longer_pushed(make_role: Any) -> None:
-    role = make_role(FULL, STATE, mode="push")
+def test_a_state_that_goes_past_the_prompt_is_no_longer_held(make_role: Any) -> None:
+    role = make_role(FULL, STATE)
     ours = begin(role)
     assert ours.num_prompt_tokens == 79
     [(_, prompt)] = step(role, ours, 79, [5, 4, 3, 2, 1], [9]).prompts
@@ -242,14 +235,14 @@ def test_a_state_that_goes_past_the_prompt_is_no_longer_pushed(make_role: Any) -
 
 
 def test_the_decode_engine_loads_only_the_blocks_that_it_lacks(make_role: Any) -> None:
-    prefill, decode = make_role(FULL, WINDOW, mode="push"), make_role(FULL, WINDOW, mode="push")
+    prefill, decode = make_role(FULL, WINDOW), make_role(FULL, WINDOW)
     prefill.publish([A_RANK])
-    ours, found = pushed_to(decode, prefill)
+    ours, found = met_by(decode, prefill)
     assert found == (79, True)
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0, 0, 16, 17, 18]), 79 - 16)
     [order] = next_step(decode).loads
     assert order.error is None
-    assert (order.pushed.transfer_id, order.pushed.num_tokens) == ("x", 79)
+    assert (order.announced.transfer_id, order.announced.num_tokens) == ("x", 79)
     assert (order.hold.port, order.hold.epoch) == (prefill._server.port, prefill._state.epoch)
     lists = [(blocks.first_token, blocks.last_token, blocks.destination_ids.tolist()) for blocks in order.blocks]
     assert lists == [(16, 79, [12, 13, 14, 15]), (32, 79, [16, 17, 18])]
@@ -257,22 +250,22 @@ def test_the_decode_engine_loads_only_the_blocks_that_it_lacks(make_role: Any) -
 
 def test_trap_13_a_router_that_repeats_the_former_engines_name_loads_from_the_restarted_engine(make_role: Any) -> None:
     """It asks once, at its start. The decode engine asks the address itself, and takes the epoch that answers."""
-    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    prefill, decode = make_role(FULL), make_role(FULL)
     prefill.publish([A_RANK])
-    ours, found = pushed_to(decode, prefill, remote_engine_id=id_in_epoch(prefill._state.engine_id, 1))
+    ours, found = met_by(decode, prefill, remote_engine_id=id_in_epoch(prefill._state.engine_id, 1))
     assert found == (80, True)
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
     [order] = next_step(decode).loads
     assert order.error is None
-    assert (order.hold.epoch, order.pushed.transfer_id) == (prefill._state.epoch, "x")
-    assert order.pushed.digest == prompt_digest(ours, 80)
+    assert (order.hold.epoch, order.announced.transfer_id) == (prefill._state.epoch, "x")
+    assert order.announced.digest == prompt_digest(ours, 80)
 
 
-def test_after_a_failed_push_the_prefill_engines_id_is_queried_again(make_role: Any) -> None:
+def test_after_a_failed_load_the_prefill_engines_id_is_queried_again(make_role: Any) -> None:
     """Otherwise an engine that was restarted would stay undetected for seconds."""
-    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    prefill, decode = make_role(FULL), make_role(FULL)
     prefill.publish([A_RANK])
-    ours, _ = pushed_to(decode, prefill)
+    ours, _ = met_by(decode, prefill)
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
     next_step(decode)
     assert len(decode._destination._queries._answers) == 1
@@ -294,11 +287,11 @@ def embedded(params: dict[str, Any], *, mixed: bool = False) -> Request:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_prompt_of_embeddings_is_not_taken_for_another_one(mode: str, mixed: bool, make_role: Any) -> None:
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_prompt_of_embeddings_is_not_taken_for_another_one(flow: Flow, mixed: bool, make_role: Any) -> None:
     """Both engines compare digests of tokens, and two such prompts of a length would have the same."""
-    prefill, decode = make_role(FULL, mode=mode), make_role(FULL, mode=mode)
-    ours = embedded({"do_remote_decode": True, "transfer_id": "x"}, mixed=mixed)
+    prefill, decode = make_role(FULL), make_role(FULL)
+    ours = embedded(to_prefill(flow), mixed=mixed)
     prefill.on_new_request(ours)
     prefill.update_state_after_alloc(ours, allocated([5]), 0)
     assert prefill.request_finished(ours, ([5],), is_complete=True) == (False, None)
@@ -308,8 +301,8 @@ def test_a_prompt_of_embeddings_is_not_taken_for_another_one(mode: str, mixed: b
     assert refused.value.reason is Reason.UNSUPPORTED
     assert refused.value.remedy
     prefill.publish([A_RANK])
-    params = run_prefill(make_role(FULL), list(range(3)), [5]) if mode == "pull" else to_decode(prefill)
-    theirs = embedded(params or {}, mixed=mixed)
+    params = to_decode(flow, prefill, run_prefill(make_role(FULL), list(range(3)), [5]))
+    theirs = embedded(params, mixed=mixed)
     decode.on_new_request(theirs)
     assert awaited(decode, theirs) == (3, True)
     decode.update_state_after_alloc(theirs, allocated([5]), 3)
@@ -317,38 +310,38 @@ def test_a_prompt_of_embeddings_is_not_taken_for_another_one(mode: str, mixed: b
     assert order.error.reason is Reason.UNSUPPORTED
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_prompt_with_embeddings_is_not_cut(mode: str, make_role: Any) -> None:
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_prompt_with_embeddings_is_not_cut(flow: Flow, make_role: Any) -> None:
     """It is not handed over, and its embeddings say where its tokens are."""
-    ours = embedded({"do_remote_decode": True, "transfer_id": "x"}, mixed=True)
-    make_role(FULL, WINDOW, mode=mode).on_new_request(ours)
+    ours = embedded(to_prefill(flow), mixed=True)
+    make_role(FULL, WINDOW).on_new_request(ours)
     assert (ours.num_prompt_tokens, ours.prompt_token_ids) == (3, [0, 1, 2])
 
 
 def test_a_request_that_waits_for_its_turn_is_renewed_as_soon_as_its_source_is_known(make_role: Any) -> None:
     """While all of an engine's places are taken it is not asked how many tokens are there."""
-    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    prefill, decode = make_role(FULL), make_role(FULL)
     prefill.publish([A_RANK])
-    decode.on_new_request(request(list(PROMPT), to_decode(prefill), "d"))
+    decode.on_new_request(request(list(PROMPT), to_decode("concurrent", prefill, None), "d"))
 
     wait_until(lambda: decode._state.leases._holds.lease_of("d") is not None, each=lambda: next_step(decode))
 
 
-def test_a_rejected_request_releases_the_hold_of_a_push(make_role: Any) -> None:
-    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+def test_a_rejected_request_releases_its_transfer(make_role: Any) -> None:
+    prefill, decode = make_role(FULL), make_role(FULL)
     prefill.publish([A_RANK])
     prefilled = begin(prefill)
     step(prefill, prefilled, 80, [5, 4, 3, 2, 1])
     prefill.request_finished(prefilled, ([5, 4, 3, 2, 1],), is_complete=True)
-    ours = request([0], to_decode(prefill), "d")
+    ours = request([0], to_decode("concurrent", prefill, None), "d")
     decode.on_new_request(ours)
     decode.request_finished(ours, ([],), is_complete=False)
     wait_until(lambda: not kept(prefill), each=lambda: (next_step(decode), next_step(prefill)))
     assert not decode.has_pending_work()
 
 
-def test_parameters_that_name_no_push_are_an_error(make_role: Any) -> None:
-    decode = make_role(FULL, mode="push")
+def test_parameters_that_name_neither_a_hold_nor_a_transfer_are_an_error(make_role: Any) -> None:
+    decode = make_role(FULL)
     ours = request(PROMPT, {"do_remote_prefill": True, "remote_host": "h"}, "d")
     decode.on_new_request(ours)
     assert decode.get_num_new_matched_tokens(ours, 0) == (80, True)
@@ -357,34 +350,64 @@ def test_parameters_that_name_no_push_are_an_error(make_role: Any) -> None:
     assert order.error.reason is Reason.MALFORMED_MESSAGE
 
 
+@pytest.mark.parametrize("transfer_id", ["hold:", f"hold:{1:016x}", "x" * 513, "", 7])
+def test_a_transfer_with_the_name_of_a_hold_or_with_none_is_refused_on_both_sides(
+    transfer_id: Any, make_role: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client could name another's hold, whose blocks a decode engine would then announce and release."""
+    prefill, decode = make_role(FULL), make_role(FULL)
+    prefill.publish([A_RANK])
+    prefilled = begin(prefill, transfer_id=transfer_id)
+    orders = step(prefill, prefilled, 80, [5, 4, 3, 2, 1])
+    assert (orders.prompts, orders.finished, orders.ended_transfers) == ([], [], [])
+    assert prefill.request_finished(prefilled, ([5, 4, 3, 2, 1],), is_complete=True) == (False, None)
+    assert (prefill._state.holds.num_holds, next_step(prefill).ended_transfers) == (0, [])
+    assert "r is not held: its transfer_id" in caplog.text
+    ours, _ = met_by(decode, prefill, transfer_id=transfer_id)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
+    [order] = next_step(decode).loads
+    assert (order.error.reason, order.hold) == (Reason.MALFORMED_MESSAGE, None)
+    with pytest.raises(HandoffError) as refused:  # an API server answers HTTP 400 with it
+        check_params(OURS_ALONE, ours.kv_transfer_params | {"do_remote_prefill": True}, "d")
+    assert refused.value.reason is Reason.MALFORMED_MESSAGE
+    assert "transfer_id" in refused.value.message
+
+
 @pytest.mark.parametrize(
-    ("changed", "named"),
+    ("changed", "why"),
     [
-        ({"data_parallel_size": 2}, "data-parallel"),
-        ({"engine_id": "a_dp0"}, "data-parallel"),
-        ({"engine_id": "a_dp1", "data_parallel_index": 1}, "data-parallel"),
-        ({"engine_id": "a_dp1"}, ""),
         ({"pipeline_parallel_size": 2, "speculative_config": "of a drafter"}, "draft tokens"),
         ({"pipeline_parallel_size": 2}, ""),
         ({"speculative_config": "of a drafter"}, ""),
         ({"use_ubatching": True}, ""),
+        ({"use_v2_model_runner": True, "needs_kv_cache_zeroing": True}, "clears new blocks"),
+        ({"needs_kv_cache_zeroing": True}, ""),
     ],
 )
-def test_engines_that_cannot_push_are_refused_at_start(changed: dict[str, Any], named: str) -> None:
-    plain = {"data_parallel_size": 1, "data_parallel_index": 0, "engine_id": "a"}
-    plain |= {"use_v2_model_runner": False, "use_ubatching": False, "pipeline_parallel_size": 1}
-    plain |= {"is_kv_producer": True}
-    flat = SimpleNamespace(**(plain | {"speculative_config": None} | changed))
-    config: Any = SimpleNamespace(**vars(flat), parallel_config=flat, kv_transfer_config=flat)
-    caches: Any = None
-    if not named:
-        check_pushable(config, caches)
-        return
-    with pytest.raises(KVFerryError) as refused:
-        check_pushable(config, caches)
-    assert refused.value.reason is Reason.UNSUPPORTED
-    assert named in refused.value.message
-    assert refused.value.remedy
+def test_engines_whose_workers_learn_after_the_end_what_is_final(changed: dict[str, Any], why: str) -> None:
+    plain = {"use_v2_model_runner": False, "use_ubatching": False, "pipeline_parallel_size": 1}
+    plain |= {"needs_kv_cache_zeroing": False}
+    flat: Any = SimpleNamespace(**(plain | {"speculative_config": None} | changed))
+    config: Any = SimpleNamespace(**vars(flat), parallel_config=flat)
+    told = tells_after_the_end(config, flat)
+    assert why in told
+    assert bool(told) is bool(why)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_one_of_several"),
+    [
+        ({"data_parallel_size": 2}, True),
+        ({"engine_id": "a_dp0"}, True),
+        ({"engine_id": "a_dp1", "data_parallel_index": 1}, True),
+        ({"engine_id": "a_dp1"}, False),
+        ({}, False),
+    ],
+)
+def test_the_id_of_a_data_parallel_rank_shows_it(changed: dict[str, Any], is_one_of_several: bool) -> None:
+    flat = SimpleNamespace(**({"data_parallel_size": 1, "data_parallel_index": 0, "engine_id": "a"} | changed))
+    config: Any = SimpleNamespace(parallel_config=flat, kv_transfer_config=flat)
+    assert is_data_parallel(config) is is_one_of_several
 
 
 @pytest.mark.parametrize(
@@ -392,32 +415,33 @@ def test_engines_that_cannot_push_are_refused_at_start(changed: dict[str, Any], 
     [{"bootstrap_port": 8998}, {"router_address": "127.0.0.1:9", "http_address": "127.0.0.1:8"}],
     ids=str,
 )
-def test_settings_for_pushes_are_refused_where_caches_are_pulled(given: dict[str, Any]) -> None:
-    parse_settings({"mode": "push", **given})
+def test_a_data_parallel_engine_of_a_router_that_names_no_rank_does_not_start(
+    given: dict[str, Any], make_role: Any
+) -> None:
     with pytest.raises(SettingsError) as refused:
-        parse_settings(given)
+        make_role(FULL, kv_role="kv_producer", num_dp_ranks=2, **given)
     assert refused.value.reason is Reason.INVALID_SETTING
+    assert next(iter(given)) in refused.value.message
+    assert "_dp0" in refused.value.remedy
 
 
-def test_trap_17_hooks_need_graphs_in_pieces() -> None:
-    needs = [KVFerryConnector.requires_piecewise_for_cudagraph(each) for each in ({"mode": "push"}, {})]
-    assert needs == [True, False]
-
-
-@pytest.mark.parametrize("strategy", ["auto", "scatter"])
-def test_a_stage_is_refused_where_nothing_is_read(strategy: str) -> None:
-    assert parse_settings({"mode": "push", "strategy": "direct"}).strategy == "direct"
-    with pytest.raises(SettingsError) as refused:
-        parse_settings({"mode": "push", "strategy": strategy})
-    assert refused.value.reason is Reason.UNSUPPORTED
-    assert refused.value.remedy
+def test_a_data_parallel_engine_holds_no_transfer_and_answers_no_bootstrap_query(
+    make_role: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    role = make_role(FULL, num_dp_ranks=2)
+    role.publish([A_RANK])
+    assert role._source.bootstrap is None
+    ours = begin(role)
+    assert step(role, ours, 80, [5, 4, 3, 2, 1]).prompts == []
+    assert "a router's transfer names no data-parallel rank" in caplog.text
+    assert run_prefill(role, PROMPT, [5, 4, 3, 2, 1], request_id="s"), "its own answers name the rank"
 
 
 def test_peers_are_told_the_advertised_host(make_role: Any) -> None:
-    prefill = make_role(FULL, mode="push", host="0.0.0.0", advertised_host="localhost")
-    decode = make_role(FULL, mode="push")
+    prefill = make_role(FULL, host="0.0.0.0", advertised_host="localhost")
+    decode = make_role(FULL)
     prefill.publish([A_RANK])
-    ours, _ = pushed_to(decode, prefill)
+    ours, _ = met_by(decode, prefill)
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 80)
     [order] = next_step(decode).loads
     assert (order.hold.host, order.hold.port) == ("localhost", prefill._server.port)
