@@ -35,7 +35,6 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.wire.client import Exchange
 from kvferry.handoff.wire.trust import THIS_MACHINE
 from kvferry.transport.end_points import ProcessIdentity, own_identity
-from kvferry.transport.registry import Fence
 
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
 ENGINE_EPOCH = 9
@@ -63,7 +62,8 @@ class Sources:
         """
         self.client, self.transports = Mock(knows_peers=False, trust=THIS_MACHINE), Mock()
         self.client.collect.return_value = ()
-        self.transports.fence.return_value = Fence({"nixl": b"anew"}, holes)
+        self.transports.renew.return_value = {"nixl": b"anew"}
+        self.transports.close_former.return_value = holes
         parts: list[Any] = [self.transports, Mock(), order, self.client]
         self.announcer = Announcer(
             OwnRank("d/0", b"shard", IDENTITY, {"nixl": b"before"}, *parts),
@@ -82,7 +82,7 @@ class Sources:
 
     @property
     def num_fences(self) -> int:
-        return int(self.transports.fence.call_count)
+        return int(self.transports.renew.call_count)
 
     def load(self, seconds: float = 1000.0) -> AwaitedLoad:
         request = Announcement("r", "x", 4, "prompt", time.monotonic() + seconds, ENGINE_EPOCH)
@@ -145,8 +145,11 @@ def test_a_later_fence_gives_no_block_back_that_a_former_one_could_not_close() -
     """It closes the memory that was registered anew; what was announced before has other end points."""
     sources = Sources(ELSEWHERE, holes=("the nixl transport could not be closed",))
     former = sources.announced()
-    sources.announcer.fence("the first")
-    sources.transports.fence.return_value = Fence({"nixl": b"once more"}, ())
+    former.cancel(ABORTED)
+    sources.advance(former)
+    assert sources.num_fences == 1
+    sources.transports.renew.return_value = {"nixl": b"once more"}
+    sources.transports.close_former.return_value = ()
     sources.asked(Announce)
     later = sources.announced()
     later.cancel(ABORTED)
@@ -154,7 +157,6 @@ def test_a_later_fence_gives_no_block_back_that_a_former_one_could_not_close() -
         sources.advance(later)
     assert sources.num_fences == 2
     assert later.phase is Phase.DONE
-    former.cancel(ABORTED)
     for _ in range(3):
         sources.advance(former)
     assert former.phase is Phase.STOPPING
@@ -228,6 +230,61 @@ def test_one_fence_is_enough_for_all_sources_of_a_load() -> None:
         sources.advance(load)
     assert load.phase is Phase.DONE
     assert sources.num_fences == 1
+
+
+def test_a_fence_waits_for_the_loads_of_other_sources_and_closes_then() -> None:
+    """No load of a source that lives fails for one that is dead; new loads are announced in the new registration."""
+    sources = Sources(ELSEWHERE, ELSEWHERE)
+    both = sources.ranks
+    sources.ranks = both[:1]
+    of_the_dead = sources.announced()
+    sources.ranks = both[1:]
+    of_the_living = sources.announced()
+    of_the_dead.cancel(ABORTED)
+    sources.advance(of_the_dead)
+    assert (sources.num_fences, sources.transports.close_former.call_count) == (1, 0)
+    sources.advance(of_the_dead)
+    assert of_the_dead.phase is Phase.STOPPING, "its source may still write over the former connections"
+    sources.ranks = both[1:]
+    new = sources.load()
+    sources.advance(new)
+    sources.answer(Introduce, Noted(both[1].answers_at.epoch))
+    sources.advance(new)
+    [(_, _, announcement)] = sources.asked(Announce)
+    assert announcement.registration == 1
+    for load in (of_the_living, new):
+        assert load.error is None
+    report = Written(of_the_living._key, 1, "part 1", 4, 1, "nixl", 0.1)
+    of_the_living.inbox.put(report)
+    sources.advance(of_the_living)
+    assert (of_the_living.phase, of_the_living.error) == (Phase.DONE, None)
+    sources.advance(of_the_dead)
+    assert sources.transports.close_former.call_count == 1
+    assert of_the_dead.phase is Phase.DONE
+    assert new.error is None, "its blocks are in the new registration"
+
+
+def test_a_fence_that_is_asked_for_while_another_drains_follows_it() -> None:
+    sources = Sources(ELSEWHERE, ELSEWHERE)
+    both = sources.ranks
+    sources.ranks = both[:1]
+    first = sources.announced()
+    sources.ranks = both[1:]
+    living = sources.announced()
+    first.cancel(ABORTED)
+    sources.advance(first)
+    sources.ranks = both[:1]
+    second = sources.announced()
+    second.cancel(ABORTED)
+    sources.advance(second)
+    assert (sources.num_fences, sources.transports.close_former.call_count) == (1, 0)
+    living.inbox.put(Written(living._key, 1, "part 1", 4, 1, "nixl", 0.1))
+    for _ in range(2):
+        for load in (living, first, second):
+            sources.advance(load)
+    assert (sources.num_fences, sources.transports.close_former.call_count) == (2, 2)
+    assert {first.phase, second.phase, living.phase} == {Phase.DONE}
+    assert living.error is None
 
 
 def test_what_was_said_before_a_fence_does_not_count_behind_it() -> None:
@@ -370,9 +427,9 @@ def test_a_write_that_failed_because_of_a_fence_costs_no_other() -> None:
     sources.announcer.fence("of another load")
     assert load.advance(time.monotonic()) is False
     failed_write(sources, load, True)
-    load.advance(time.monotonic())
+    sources.advance(load)
     assert load.phase is Phase.DONE
-    assert sources.num_fences == 1
+    assert (sources.num_fences, sources.transports.close_former.call_count) == (1, 1)
 
 
 def test_a_report_of_a_source_that_the_plan_does_not_name_fails_the_load_only() -> None:
