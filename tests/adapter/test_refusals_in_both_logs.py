@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvferry.handoff import handshake
-from kvferry.handoff.messages import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
-from kvferry.handoff.versions import Versions
+from kvferry.handoff.messages import PROTOCOL_VERSION
+from kvferry.handoff.versions import OURS, Versions
 from kvferry.handoff.wire import hold_messages
 from kvferry.integrations.vllm.scheduler import params as scheduler_params
 from kvferry.layout.component import Atom
@@ -25,7 +25,6 @@ from .vllm_caches import full
 
 LAYERS = {"0": full(1), "1": full(1)}
 TOKENS = [(7 * index + 3) % 500 for index in range(64)]
-OURS = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
 SAME_MODEL = "Start both engines with the same model, revision, quantisation, dtype and cache dtype."
 UPDATE = "Update kvferry on the {} engine"
 Patch = pytest.MonkeyPatch
@@ -100,8 +99,8 @@ REFUSALS: dict[str, tuple[Change, tuple[str, ...], str, str]] = {
         "decode rank",
     ),
     "an older decode engine": (
-        of_version(OLDEST_PROTOCOL_VERSION - 1),
-        (f"prefill speaks {OURS}, decode speaks {OLDEST_PROTOCOL_VERSION - 1}", UPDATE.format("decode")),
+        of_version(PROTOCOL_VERSION - 1),
+        (f"prefill speaks {OURS}, decode speaks {PROTOCOL_VERSION - 1}", UPDATE.format("decode")),
         SERVER,
         "refused a message",
     ),
@@ -166,10 +165,6 @@ FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
         lambda params: changed(params, num_tokens=len(TOKENS) - 1),
         f"num_tokens: the kv_transfer_params have {len(TOKENS) - 1}, this request has {len(TOKENS)}",
     ),
-    "too few blocks": (
-        lambda params: params | {"remote_block_ids": [[]]},
-        "cache group 0: the prefill engine has no",
-    ),
 }
 
 
@@ -190,32 +185,19 @@ def test_both_logs_say_why_a_prompt_is_refused(name: str, make_engine: Any, capl
         assert "[invalid-request]" in line
 
 
-def test_a_prefill_engine_of_version_9_is_not_told_why_a_prompt_is_refused(make_engine: Any) -> None:
-    """It knows no such message."""
-    prefill: HandoffEngine = make_engine(LAYERS)
-    decode: HandoffEngine = make_engine(LAYERS)
-    said = []
-    decode.connector._scheduler._state.leases.say_refused = lambda *told: said.append(told)
-    for number, newest in enumerate((0, PROTOCOL_VERSION)):
-        params = prefill.ask(f"p{number}", TOKENS, {"do_remote_decode": True}, max_tokens=1).params
-        forged = changed(params, prompt_digest="0" * 32, newest=newest)
-        assert decode.ask(f"d{number}", TOKENS, forged).has_failed
-        assert len(said) == number
-
-
 @pytest.mark.parametrize(
     ("forge", "told"),
     [
         (
             lambda params: params | {"remote_engine_id": "another"},
-            "remote_engine_id: they have 'another', the engine at 127.0.0.1:",
+            "name engine 'another' at the address of 'engine-0'",
         ),
         (
-            lambda params: changed(params, slot=1 << 40),
-            f"slot: they have {1 << 40}, the prefill engine has 16384 slots",
+            lambda params: changed(params, block_sizes=[8]),
+            "block sizes [8] of engine 'engine-0', whose cache group 0 has blocks of 16 tokens",
         ),
     ],
-    ids=["engine id", "slot"],
+    ids=["engine id", "block sizes"],
 )
 def test_wrong_parameters_are_named_with_both_values(
     forge: Any, told: str, make_engine: Any, caplog: pytest.LogCaptureFixture
@@ -233,17 +215,17 @@ def test_a_prefill_engine_that_is_too_old_is_told_too(
     make_engine: Any, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its parameters come through a router: without a word to it, only the decode engine would know."""
-    older, newer = Versions(8, 8), Versions(9, 10)
+    older = Versions(PROTOCOL_VERSION - 1, PROTOCOL_VERSION - 1)
     prefill: HandoffEngine = make_engine(LAYERS)
     decode: HandoffEngine = make_engine(LAYERS)
     monkeypatch.setattr(scheduler_params, "OURS", older)
     params = prefill.ask("p", TOKENS, {"do_remote_decode": True}, max_tokens=1).params
-    assert params["kvferry"]["version"] == 8
-    # The engine of version 8 is today's, so this one must ask as if by versions that nobody speaks.
+    assert params["kvferry"]["version"] == PROTOCOL_VERSION - 1
+    # The older engine is today's, so this one must ask as if by versions that nobody speaks.
     monkeypatch.setattr(hold_messages, "OURS", Versions(PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 1))
     assert decode.ask("d", TOKENS, params).has_failed
     [line] = lines_of(caplog, SCHEDULER, "d cannot be loaded")
-    assert f"prefill speaks {older}, decode speaks {newer}" in line
+    assert f"prefill speaks {older}, decode speaks {OURS}" in line
     assert "Update kvferry on the prefill engine" in line
     [told] = lines_of(caplog, SERVER, "refused a message")
     assert f"prefill speaks {OURS}, decode speaks {PROTOCOL_VERSION + 1}" in told
@@ -255,7 +237,7 @@ def test_refusals_do_not_flood_the_log_of_the_engine_that_is_refused(
     prefill: HandoffEngine = make_engine(LAYERS)
     role = prefill.connector._scheduler
     told = handshake.HandshakeRefused(
-        "model-mismatch", "no\nERROR forged", "none\x1b[2J", version=10, epoch=1, sender="d/0"
+        "model-mismatch", "no\nERROR forged", "none\x1b[2J", version=PROTOCOL_VERSION, epoch=1, sender="d/0"
     )
     for number in range(100):
         role._answer(msgspec.structs.replace(told, sender=f"d/{number}"))

@@ -18,13 +18,12 @@ from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Direction, Status, Transport, reach
 from kvferry.transport.registry import TransportSet, make
 
-from ..local.second_look import SecondLook
 from . import standin_nixl
 from .standin_transport import FACTORY, MEMORY, SuiteMemory
 from .untouchable import DeviceMemory
 
 
-class TestDeviceMemory(TransportSuite, SecondLook):
+class TestDeviceMemory(TransportSuite):
     factory = FACTORY
     memory = MEMORY
 
@@ -70,7 +69,7 @@ def test_a_device_has_its_number_on_each_side() -> None:
 
 
 def test_allocations_that_lie_side_by_side_are_registered_each_for_itself() -> None:
-    """As a cache and the stage that is allocated after it may: the end of one is the begin of the other."""
+    """As caches that are allocated one after the other may: the end of one is the begin of the other."""
     source, destination = make(FACTORY), make(FACTORY)
     there, here = DeviceMemory(8192), DeviceMemory(16384)
     behind = DeviceMemory(8192, behind=there)

@@ -23,7 +23,6 @@ from kvferry.integrations.vllm.worker import caches as worker_caches
 from kvferry.integrations.vllm.worker import offload as worker_offload
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
-from kvferry.transport import nixl
 
 from ..adapter.test_vllm_scales_in_slots import Kernel
 from ..adapter.test_vllm_scales_in_slots import Rank as ScaledRank
@@ -112,19 +111,17 @@ def test_a_shard_is_made_of_the_engines_own_views(
     assert ("could not be checked" in caplog.text) is NamedLayout[layout].is_cross_layer
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("model", ["full attention and windows", "states"])
-def test_a_worker_starts_on_the_engines_own_views(model: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_starts_on_the_engines_own_views(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the trial at start, which moves labelled blocks by all that the worker has made of the views."""
     rank = DeviceRank(MODELS[model]("BLHNC"))
-    monkeypatch.setattr(nixl, "rdma_devices", list)
     standin_nixl.submissions.clear()
-    settings = Settings(transport="nixl", mode=mode)  # type: ignore[arg-type]
+    settings = Settings(transport="nixl")
     role = make_worker_role(
         monkeypatch, settings, views=rank.views, configs=rank.configs, device_order=ImmediateOrder()
     )
     assert role.get_handshake_metadata() is not None
-    assert ("WRITE" if mode == "push" else "READ", "VRAM", "VRAM") in standin_nixl.submissions
+    assert ("WRITE", "VRAM", "VRAM") in standin_nixl.submissions
     assert np.array_equal(rank.memory.content, rank.before)
     role.shutdown()
 

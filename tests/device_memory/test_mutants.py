@@ -26,63 +26,69 @@ pytest.importorskip("vllm")
 import kvferry
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region
-from kvferry.plan.staging.strategy import Strategy
+from kvferry.plan.digest_cells import Integrity
 from kvferry.transport import regions
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.sliced import SlicedTransport
 
-from . import conftest, standin_nixl, test_conformance, test_engine_caches, test_pulls, test_trial
+from ..local import test_write_integrity
+from ..local.engines_that_write import Batches, Pairs
+from . import conftest, standin_nixl, test_conformance, test_engine_caches, test_trial
 from .device_tensor import DeviceTensor
 from .untouchable import span_of
 
 Patch = pytest.MonkeyPatch
 STATES = "states"
+
+
+def load() -> None:
+    """Write prompts of two source ranks into one destination rank, and compare digests."""
+    engines = Pairs()
+    try:
+        test_write_integrity.test_a_right_push_is_compared_and_commits(2, 1, Integrity.FULL, Batches.CHUNKS, engines)
+    finally:
+        engines.close()
+
+
 SCENARIOS: dict[str, Callable[[Patch], object]] = {
-    "worker": lambda patch: test_engine_caches.test_a_worker_starts_on_the_engines_own_views(STATES, "pull", patch),
-    "push": lambda patch: test_engine_caches.test_a_worker_starts_on_the_engines_own_views(STATES, "push", patch),
+    "worker": lambda patch: test_engine_caches.test_a_worker_starts_on_the_engines_own_views(STATES, patch),
     "offload": lambda patch: test_engine_caches.test_an_offload_worker_starts_on_the_engines_own_views(STATES, patch),
-    "pull": lambda _: test_pulls.test_digests_of_a_right_pull_agree(2, Strategy.SCATTER),
-    "doctor": lambda _: test_trial.test_the_small_cache_of_doctor_passes_in_every_layout(NamedLayout.BHLNC, False),
+    "load": lambda _: load(),
+    "doctor": lambda _: test_trial.test_the_small_cache_of_doctor_passes_in_every_layout(NamedLayout.BHLNC),
     "kinds": lambda _: test_conformance.test_each_pair_of_kinds_of_memory_is_a_submission_of_its_own(),
     "allocations": lambda _: test_conformance.test_allocations_that_lie_side_by_side_are_registered_each_for_itself(),
 }
 """Tests of the suite, none of which lasts a second."""
 
 TOUCHES = {
-    "execution.cell_sums": ("DeviceCells.sums", "pull"),
+    "execution.cell_sums": ("DeviceCells.sums", "load"),
     "execution.cuda_driver": ("HostCopies.launch", "offload"),
     "execution.device_memory": ("placed", "worker"),
-    "execution.device_merge": ("merge_table", "pull"),
     "execution.device_trial": ("views_of", "doctor"),
-    "execution.digests": ("Rows.fill", "pull"),
+    "execution.digests": ("PartCells.__init__", "load"),
     "execution.local_copy": ("_descriptors", "offload"),
-    "execution.pair_cells": ("cells_of", "pull"),
+    "execution.pair_cells": ("cells_of", "load"),
     "execution.pinned_copy": ("batch_ends", "offload"),
-    "execution.read": ("Read._submit", "pull"),
-    "execution.registered_memory": ("RegisteredMemory.regions", "worker"),
-    "execution.route": ("Route._moved", "worker"),
-    "execution.stage": ("Stage.put_in_place", "pull"),
+    "execution.route": ("Route.proved_plans", "worker"),
     "execution.trial": ("_bytes_of", "worker"),
     "integrations.vllm.kernels.engine": ("_is_checkable", "worker"),
     "integrations.vllm.translate.attention": ("attention_components", "worker"),
     "integrations.vllm.translate.shards": ("_check_views", "worker"),
     "integrations.vllm.translate.states": ("state_components", "worker"),
     "integrations.vllm.worker.caches": ("_use_huge_pages", "worker"),
-    "integrations.vllm.worker.memory": ("memory_of", "worker"),
     "integrations.vllm.worker.offload": ("OffloadWorker.register_kv_caches", "offload"),
     "integrations.vllm.worker.role": ("WorkerRole.register_kv_caches", "worker"),
     "plan.planner": ("PairPlan.lower", "worker"),
     "plan.proof.verify": ("_sorted_in_bounds", "worker"),
-    "plan.staging.scatter": ("join_merges", "pull"),
-    "plan.template": ("build_templates", "pull"),
+    "plan.template": ("build_templates", "load"),
     "tiers.slab_trial": ("SlabTrial.run", "offload"),
-    "transport.end_points": ("pack_regions", "pull"),
-    "transport.nixl": ("NixlTransport._descriptor_list", "pull"),
-    "transport.regions": ("RegionTable.outside", "pull"),
-    "transport.registered_memory": ("_check_inside", "pull"),
+    "transport.end_points": ("pack_regions", "load"),
+    "transport.nixl": ("NixlTransport._descriptor_list", "load"),
+    "transport.regions": ("RegionTable.outside", "load"),
+    "transport.registered_memory": ("_check_inside", "load"),
     "transport.registry": ("TransportSet.register", "worker"),
-    "transport.sliced": ("SlicedTransport._queue", "pull"),
+    "transport.sliced": ("SlicedTransport._queue", "load"),
 }
 """By module: a function that gets or returns a device's address, and the scenario that calls it."""
 
@@ -164,11 +170,11 @@ JOINS: dict[str, tuple[str, Callable[[Patch], object]]] = {
         lambda patch: patch.setattr(RegionTable, "device_indices", lambda self, rows: np.zeros(len(rows), np.int64)),
     ),
     "all registered as the host's": (
-        "pull",
+        "load",
         lambda patch: patch.setattr(NixlTransport, "_segment", lambda *_: (standin_nixl.DRAM_SEG, 0)),
     ),
     "a registration of all kinds": (
-        "worker",
+        "kinds",
         lambda patch: patch.setattr(RegionTable, "of_device", lambda self, _: list(self.regions)),
     ),
     "two allocations as one": ("allocations", lambda patch: patch.setattr(regions, "_reach", lambda _: 1 << 63)),
@@ -246,7 +252,7 @@ def parts_of(value: Any) -> list[str]:
 
 
 HOST_ONLY = {
-    "execution.guard_words": "words are host memory",
+    "execution.device_merge": "no engine uses it yet: tests/local/test_device_merge.py",
     "integrations.vllm.connector": "passes the views on",
     "integrations.vllm.offload_connector": "passes the views on",
     "integrations.vllm.scheduler.offload_tiers": "a slab is host memory",
@@ -255,7 +261,6 @@ HOST_ONLY = {
     "layout.shard": "a region is its address",
     "layout.slab": "a slab is host memory",
     "plan.proof.needed_bytes": "offsets alone: what it returns is compared by plan.proof.verify",
-    "plan.staging.strategy": "counts alone",
     "tiers.host_memory": "a slab is host memory",
     "tiers.local_disk": "a slab is host memory",
     "tiers.pool.store": "a slab is host memory",

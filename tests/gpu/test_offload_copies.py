@@ -12,7 +12,6 @@ import torch
 from kvferry.arrays import Bytes
 from kvferry.execution.device import OVER, Mark, device_order
 from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
 from kvferry.execution.local_copy import LocalCopy, LocalRoute
 from kvferry.execution.pinned_copy import BATCH_BYTES, PinnedMemory
@@ -102,7 +101,7 @@ class Engine:
         self.stores, self.loads = LocalRoute([self.shard], slab, own=[0]), LocalRoute([slab], self.shard, own=[0])
         self.order = device_order([DEVICE])
         self.pinned = PinnedMemory(self.slab.region, self.order)
-        self.executor = Executor(Scratch(num_words=1), order=self.order)
+        self.executor = Executor(order=self.order)
         region = self.slab.region
         self.stored: Bytes = np.frombuffer((ctypes.c_uint8 * region.length).from_address(region.base_address), np.uint8)
 

@@ -180,11 +180,15 @@ class Executor:
     def _advance(self) -> bool:
         """Advance the first job that makes progress, so that early jobs finish early, and before it those that end.
 
-        Jobs that are ending go first, those that can wait last.
+        Jobs that are ending or over go first, those that can wait last.
         """
         now, has_moved = time.monotonic(), False
-        for job in sorted(self._active, key=lambda job: (not job.is_ending(now), job.can_wait)):
-            moved = self._advance_one(job)
+
+        def order(job: Job) -> tuple[bool, bool]:
+            return job.phase is not Phase.DONE and not job.is_ending(now), job.can_wait
+
+        for job in sorted(self._active, key=order):
+            moved = job.phase is Phase.DONE or self._advance_one(job)
             self._report_if_late(job, now)
             if job.phase is Phase.DONE:
                 self._active.remove(job)
