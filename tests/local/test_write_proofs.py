@@ -16,8 +16,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.errors import HandoffError, Reason, TransportError
+from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution import introductions
+from kvferry.execution.destination import Announcer
+from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.peers import Peers
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import Announce, Handle, Noted, Question, Release, WriteFailed, WriteKey, Written
@@ -324,30 +326,56 @@ def test_nothing_of_a_sender_that_was_stopped_or_killed_lands_after_the_blocks_w
         receiver.close()
 
 
-@pytest.mark.parametrize("transport", [TRANSPORTS[0]])
-def test_a_fence_fails_the_other_pushes_of_the_rank_with_a_reason(
-    transport: str, engines: Pairs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SLOW = 4096
+"""Bytes a second: a write of two blocks takes a second or two."""
+
+
+class Fencing:
+    """A job that fences a rank once, on the transfer thread."""
+
+    fills_blocks = is_for_log = can_wait = False
+    job_id, given_up_at, error = "fence", None, None
+
+    def __init__(self, announcer: Announcer) -> None:
+        self._announcer, self.phase = announcer, Phase.PREPARING
+
+    def advance(self, now: float) -> bool:
+        self._announcer.fence("another host")
+        self.phase = Phase.DONE
+        return True
+
+    def is_ending(self, now: float) -> bool:
+        return True
+
+    def cancel(self, error: KVFerryError) -> None:
+        self.phase = Phase.DONE
+
+    def result(self, finished_at: float) -> JobResult:
+        return JobResult(self.job_id)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_load_that_is_written_while_a_fence_drains_lands_whole(transport: str, engines: Pairs) -> None:
+    """It goes on over the former connection, whose memory closes behind it; the next load goes to the latter."""
     require(transport)
-    sender, [receiver] = engines.open(
-        faults=FaultPlan(hang=True), transport=transport, process=elsewhere(), fence_seconds=0.3
-    )
-    vanishing = Vanishing(sender, monkeypatch)
-    for job_id, seconds in (("lost", 1.5), ("beside", SECONDS)):
-        receiver.receive(sender.hold(), [0, 3], job_id, job_id, seconds)
-        sender.compute(END, [5, 1], job_id)
-    results = {}
-    end = time.monotonic() + SECONDS
-    while len(results) < 2:
-        assert time.monotonic() < end
-        results |= {result.job_id: result.error for result in receiver.executor.collect()}
-        time.sleep(0.005)
-    assert {job_id: error.reason for job_id, error in results.items()} == {
-        "lost": Reason.DEADLINE_EXCEEDED,
-        "beside": Reason.FENCED,
-    }
+    sender, [receiver] = engines.open(faults=FaultPlan(bytes_per_second=SLOW), transport=transport)
+    [source] = sender.ranks
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(END, [5, 1])
+    wait_until(lambda: any(known.link.name for known in source.writer.destinations.known.values()))
+    [link] = old_links(sender)
+    receiver.executor.submit(Fencing(receiver.announcer))
+    assert receiver.result(SECONDS).job_id == "fence"
     assert receiver.announcer.num_fences == 1
-    vanishing.come_back()
+    result = receiver.result()
+    assert (result.error, result.job_id) == (None, "r")
+    check_arrived(sender, [receiver], [5, 1], [0, 3])
+    receiver.receive(sender.hold(), [2, 4], "y", "s")
+    sender.compute(END, [5, 1], "y")
+    assert receiver.result().error is None
+    check_arrived(sender, [receiver], [5, 1], [2, 4])
+    check_dead(link, source.rank.cache, receiver.rank.cache)
+    assert [known.registration for known in source.writer.destinations.known.values()] == [1]
 
 
 @pytest.mark.parametrize("transport", [TRANSPORTS[0]])
