@@ -189,7 +189,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Seconds,
         about(
             "How long the blocks of a failed load wait for a prefill engine on another host to confirm that it writes "
-            "no more; then a fence registers the rank's memory anew, and closes it to that engine once its other loads are over.",
+            "no more; then a fence registers the rank's memory anew, and closes it to that engine once its other loads "
+            "are over.",
             page="decisions/fences.md",
         ),
     ] = 60.0
