@@ -26,6 +26,7 @@ from kvferry.handoff.holds import handle_of_transfer, transfer_of
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Announce,
+    Answer,
     EndPoint,
     Handle,
     Introduce,
@@ -817,3 +818,42 @@ def test_a_prompt_that_was_computed_before_its_blocks_were_announced_goes_whole(
         [result] = sender.written(1)
         assert [len(batch["spans"]) for batch in result.events["batches"]] == [1] * num_batches
         receiver.rank.cache[:] = 0
+
+
+def test_a_reset_before_the_first_step_refuses_announcements_of_the_former_epoch(engines: Pairs) -> None:
+    """New weights before the first request: the rank has not heard from its engine yet."""
+    sender, [receiver] = engines.open()
+    writer = sender.ranks[0].writer
+    assert writer.engine is None
+    writer.end_epoch(EPOCH + 1)
+    receiver.receive(sender.hold(), [0, 3])
+    sender.compute(END, [5, 1])
+    error = receiver.result().error
+    assert error is not None
+    assert error.reason is Reason.PEER_CHANGED
+
+
+def test_one_late_answer_to_a_repeated_announcement_fails_no_load(
+    engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source has taken the announcement, and is asked each two seconds whether it is done."""
+    monkeypatch.setattr(handoff_destination, "ASK_AGAIN_SECONDS", 0.2)
+    sender, [receiver] = engines.open()
+    receiver.announcer._answer_seconds = 0.5
+    [rank] = sender.ranks
+    inner, asked = rank.answerer, list[Question]()
+
+    def answer(question: Question) -> Answer:
+        if isinstance(question, Announce):
+            asked.append(question)
+            if len(asked) == 2:
+                time.sleep(1.0)
+        return inner.answer(question)
+
+    rank.answerer = SimpleNamespace(answer=answer)
+    receiver.receive(sender.hold(), [0, 3])
+    wait_until(lambda: len(asked) >= 2)
+    time.sleep(1.5)
+    sender.compute(END, [5, 1])
+    assert receiver.result().error is None
+    check_arrived(sender, [receiver], [5, 1], [0, 3])

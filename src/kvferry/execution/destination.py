@@ -372,6 +372,9 @@ class AwaitedLoad:
             load.quiet(index)
         elif isinstance(answer, Revoked) and answer.may_land:
             self._note_broken(load, index, _broken(where))
+        elif answer is None and isinstance(question, Announce) and index in self._transports:
+            # The source has taken the announcement: an answer to the question whether it is done came too late.
+            load.answered(index, time.monotonic())
         elif answer is None or (isinstance(answer, Refusal) and answer.reason == Reason.PEER_UNREACHABLE):
             load.fail(unreachable(where))
         elif isinstance(answer, Refusal):

@@ -344,6 +344,8 @@ class Writer:
         self._num_report_bytes = 0
         self.spans, self._short_tokens = spans, short_tokens
         self.engine: EndPoint | None = None
+        self._reset_to: int | None = None
+        """The engine's epoch since its last reset, which may come before its first step."""
         self._to_run: dict[Span, set[str]] = {}
         self._keeps_events = keeps_events
         self._step: dict[str, Any] | None = None
@@ -473,6 +475,7 @@ class Writer:
         """
         with self._lock:
             self._num_resets += 1
+            self._reset_to = engine_epoch
             self._writes.fail_all(_reset())
             if self.engine is not None:
                 self.engine = msgspec.structs.replace(self.engine, epoch=engine_epoch)
@@ -538,7 +541,9 @@ class Writer:
         key = question.key
         with self._lock:
             num_resets = self._num_resets
-            if self.engine is not None:
+            if self._reset_to is not None:
+                check_epoch(question.engine_epoch, self._reset_to)
+            elif self.engine is not None:
                 check_epoch(question.engine_epoch, self.engine.epoch)
         destination = self.destinations.announced(key, question.registration, question.token)
         plan = destination.plan(question.transfer_id)
