@@ -1,4 +1,4 @@
-"""The suite of transports on memory of real devices, between two processes, and the guard word's second look there."""
+"""The suite of transports on memory of real devices, between two processes."""
 
 from kvferry.testing.transport_suite import TransportSuite
 
