@@ -1,7 +1,6 @@
 """A prompt of an adapter moves only to an engine whose adapter of that name has the same weights."""
 
 import errno
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +19,11 @@ from kvferry.handoff.wire.keys import make_keys
 from kvferry.integrations.vllm import adapters
 
 from ..waits import wait_until
+from .flows import to_decode, to_prefill
 from .handoff_engine import HandoffEngine
 from .handoff_engine import make_engine as make_engine
 from .scheduler_requests import FULL, PROMPT, allocated, kept, next_step, request, scheduled
 from .test_refusals_in_both_logs import SCHEDULER, lines_of
-from .test_vllm_push_requests import TO_PREFILL, awaited, to_decode
 from .vllm_caches import full
 
 LAYERS = {"0": full(1), "1": full(1)}
@@ -79,6 +78,11 @@ def replace_in_place(role: Any, adapter: LoRARequest, make_adapter: MakeAdapter)
     trained = make_adapter("trained", Path(adapter.lora_path).name, load_inplace=True)
     let_vllm_read(role, trained)
     return trained
+
+
+def awaited(role: Any, ours: Any) -> tuple[int | None, bool]:
+    """Return what the engine is told to load, as soon as the prefill engine is known."""
+    return wait_until(lambda: found if (found := role.get_num_new_matched_tokens(ours, 0))[0] is not None else None)
 
 
 def check_nothing_is_left(*engines: HandoffEngine) -> None:
@@ -137,8 +141,8 @@ def check_computed(decode: HandoffEngine, adapter: LoRARequest, params: dict[str
 def test_a_prompt_of_an_adapter_is_computed_where_an_engine_does_not_know_or_say_its_weights(
     name: str, is_unknown_to: str, make_engine: Any, make_adapter: MakeAdapter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A prefill engine of version 9, a client that strips the digest, and a decode engine whose adapter comes from a
-    hub without a commit. vLLM takes an empty name for an adapter too.
+    """A client that strips the digest, and a decode engine whose adapter comes from a hub without a commit. vLLM takes
+    an empty name for an adapter too.
     """
     prefill, decode = make_engine(LAYERS), make_engine(LAYERS)
     theirs, ours = make_adapter(), make_adapter("trained")
@@ -180,19 +184,18 @@ def test_a_prompt_that_one_engine_computes_with_an_adapter_and_the_other_without
 Params = dict[str, Any]
 FORGERIES: dict[str, tuple[str, Callable[[Params, Params], Params]]] = {
     "none": ("loaded", lambda mine, other: {}),
-    "both stripped": ("computed", lambda mine, other: {"adapter": "", "adapter_signature": ""}),
-    "signature stripped": ("computed", lambda mine, other: {"adapter_signature": ""}),
+    "both stripped": ("refused", lambda mine, other: {"adapter": "", "signature": ""}),
+    "signature stripped": ("refused", lambda mine, other: {"signature": ""}),
     "digest stripped": ("refused", lambda mine, other: {"adapter": ""}),
     "another digest": ("refused", lambda mine, other: {"adapter": other["adapter"]}),
     "both of another hold": (
         "refused",
-        lambda mine, other: {each: other[each] for each in ("adapter", "adapter_signature")},
+        lambda mine, other: {each: other[each] for each in ("adapter", "signature")},
     ),
     "another digest without a signature": (
-        "computed",
-        lambda mine, other: {"adapter": other["adapter"], "adapter_signature": ""},
+        "refused",
+        lambda mine, other: {"adapter": other["adapter"], "signature": ""},
     ),
-    "the first signature": ("refused", lambda mine, other: {"adapter_signature": mine["signature"]}),
 }
 
 
@@ -213,25 +216,12 @@ def test_with_keys_a_client_cannot_choose_the_adapter_whose_blocks_are_loaded(
     expected, changes = FORGERIES[forgery]
     params["kvferry"] |= changes(params["kvferry"], other["kvferry"])
     ours = make_adapter("weights" if is_same else "trained", folder="ours")
-    if expected == "computed":
-        check_computed(decode, ours, params)
-        return
     before = decode.num_computed
     answer = decode.ask("d", TOKENS, params, lora_request=ours)
     assert answer.has_failed == (expected == "refused" or not is_same)
     assert expected == "refused" or decode.num_computed - before <= 3
     assert ("[permission-denied]" in caplog.text) == (expected == "refused")
     assert ("[adapter-mismatch]" in caplog.text) == (expected == "loaded" and not is_same)
-
-
-def test_with_keys_a_prompt_without_an_adapter_needs_no_second_signature(make_engine: Any, tmp_path: Path) -> None:
-    make_keys(tmp_path / "keys")
-    prefill, decode = (make_engine(LAYERS, keys=str(tmp_path / "keys")) for _ in range(2))
-    params = prefill.ask("p", TOKENS, {"do_remote_decode": True}, max_tokens=1).params
-    assert params["kvferry"].keys() & {"signature", "adapter", "adapter_signature"} == {"signature"}
-    before = decode.num_computed
-    assert not decode.ask("d", TOKENS, params).has_failed
-    assert decode.num_computed - before <= 3
 
 
 def test_a_digest_that_is_none_is_malformed(make_engine: Any, make_adapter: MakeAdapter) -> None:
@@ -336,17 +326,17 @@ def test_an_engine_that_caches_no_prefixes_has_no_blocks_of_earlier_weights(
     assert params["kvferry"]["adapter"] == adapters._weights_of(trained.lora_path).digest
 
 
-# Pushes.
+# Routers' transfers.
 
 
-def begun(role: Any, adapter: LoRARequest, **params: Any) -> Any:
-    ours = arrived(role, adapter, {**TO_PREFILL, **params})
+def begun(role: Any, adapter: LoRARequest, transfer_id: str = "x") -> Any:
+    ours = arrived(role, adapter, to_prefill("concurrent", transfer_id))
     role.update_state_after_alloc(ours, allocated([5, 4, 3, 2, 1]), 0)
     return ours
 
 
-def test_a_push_carries_the_digest_of_each_engines_adapter(make_role: Any, make_adapter: MakeAdapter) -> None:
-    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+def test_a_transfer_carries_the_digest_of_each_engines_adapter(make_role: Any, make_adapter: MakeAdapter) -> None:
+    prefill, decode = make_role(FULL), make_role(FULL)
     ours, theirs = make_adapter(), make_adapter("trained")
     sent = begun(prefill, theirs)
     [(_, prompt)] = prefill.build_connector_meta(scheduled({"r": 80}, {"r": ([5, 4, 3, 2, 1],)})).prompts
@@ -354,48 +344,42 @@ def test_a_push_carries_the_digest_of_each_engines_adapter(make_role: Any, make_
     assert prompt.adapter == Adapter("sql", digests[0])
     assert sent.kv_transfer_params["transfer_id"] == "x"
     prefill._source.publish()
-    waiting = request(list(PROMPT), to_decode(prefill), "d")
+    waiting = request(list(PROMPT), to_decode("concurrent", prefill, None), "d")
     waiting.lora_request = ours
     decode.on_new_request(waiting)
     assert awaited(decode, waiting) == (80, True)
     decode.update_state_after_alloc(waiting, allocated([11, 12, 13, 14, 15]), 80)
     [order] = next_step(decode).loads
-    assert order.pushed.adapter == digests[1]
+    assert order.announced.adapter == digests[1]
 
 
-@pytest.mark.parametrize("why", ["the offer", "the weights", "nothing"])
-def test_a_prompt_of_an_adapter_is_computed_where_no_push_compares_its_weights(
-    why: str, make_role: Any, make_adapter: MakeAdapter, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_prompt_of_an_adapter_of_unknown_weights_is_computed(
+    is_known: bool, make_role: Any, make_adapter: MakeAdapter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The offer of an engine of an earlier release does not say that it compares adapters."""
-    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    prefill, decode = make_role(FULL), make_role(FULL)
     prefill._source.publish()
-    server = prefill._source.bootstrap
-    if why == "the offer":
-        offered = json.loads(server._body)
-        assert offered["0"]["kvferry"].pop("compares_adapters")
-        server._body = json.dumps(offered).encode()
-    waiting = request(list(PROMPT), to_decode(prefill), "d")
-    waiting.lora_request = LoRARequest("sql", 9, "some/adapter") if why == "the weights" else make_adapter()
+    waiting = request(list(PROMPT), to_decode("concurrent", prefill, None), "d")
+    waiting.lora_request = make_adapter() if is_known else LoRARequest("sql", 9, "some/adapter")
     decode.on_new_request(waiting)
-    assert awaited(decode, waiting) == ((80, True) if why == "nothing" else (0, False))
-    assert ("[unknown-weights]" in caplog.text) == (why != "nothing")
-    plain = request(list(PROMPT), to_decode(prefill), "e")
+    assert awaited(decode, waiting) == ((80, True) if is_known else (0, False))
+    assert ("[unknown-weights]" in caplog.text) == (not is_known)
+    plain = request(list(PROMPT), to_decode("concurrent", prefill, None), "e")
     decode.on_new_request(plain)
     assert awaited(decode, plain) == (80, True)
 
 
-def test_a_prompt_of_an_adapter_whose_weights_are_unknown_is_not_pushed(make_role: Any) -> None:
-    role = make_role(FULL, mode="push")
+def test_a_prompt_of_an_adapter_whose_weights_are_unknown_is_not_written(make_role: Any) -> None:
+    role = make_role(FULL)
     begun(role, LoRARequest("sql", 9, "some/adapter"))
     orders = role.build_connector_meta(scheduled({"r": 80}, {"r": ([5, 4, 3, 2, 1],)}))
     assert (orders.prompts, orders.ended_transfers) == ([], ["x"])
 
 
-def test_nothing_is_pushed_of_an_adapter_whose_files_change_meanwhile(
+def test_nothing_is_written_of_an_adapter_whose_files_change_meanwhile(
     make_role: Any, make_adapter: MakeAdapter
 ) -> None:
-    role, adapter = make_role(FULL, mode="push"), make_adapter()
+    role, adapter = make_role(FULL), make_adapter()
     ours = begun(role, adapter)
     first = role.build_connector_meta(scheduled({"r": 32}, {"r": ([5, 4],)}))
     assert [name for name, _ in first.prompts] == ["x"]
@@ -408,13 +392,13 @@ def test_nothing_is_pushed_of_an_adapter_whose_files_change_meanwhile(
     assert (kept(role), role._state.holds.num_holds) == ([], 0)
 
 
-def test_nothing_is_pushed_of_a_prompt_that_may_have_begun_with_earlier_weights(
+def test_nothing_is_written_of_a_prompt_that_may_have_begun_with_earlier_weights(
     make_role: Any, make_adapter: MakeAdapter
 ) -> None:
     """It waited while the weights were replaced in place: vLLM's prefix cache has the former blocks."""
-    role, adapter = make_role(FULL, mode="push"), make_adapter()
+    role, adapter = make_role(FULL), make_adapter()
     let_vllm_read(role, adapter)
-    ours = arrived(role, adapter, TO_PREFILL)
+    ours = arrived(role, adapter, to_prefill("concurrent"))
     replace_in_place(role, adapter, make_adapter)
     role.update_state_after_alloc(ours, allocated([5, 4, 3, 2, 1]), 0)
     orders = role.build_connector_meta(scheduled({"r": 80}, {"r": ([5, 4, 3, 2, 1],)}))

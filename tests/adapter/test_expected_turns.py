@@ -12,7 +12,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvferry.handoff.wire.keys import make_keys
-from kvferry.integrations.vllm.scheduler import pull
+from kvferry.integrations.vllm.scheduler import destination
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.step import FailedTurns
 from kvferry.layout.group import CacheKind
@@ -34,7 +34,7 @@ class Turn:
         answer = self.decode.finish()
         assert answer is not None
         self.params = answer
-        self.late = next_step(self.decode.role).late
+        next_step(self.decode.role)
         self.prefill = make_role(*groups, lease_seconds=500.0, **settings)
         let_sleep(self.prefill)
         self.requests: dict[str, Request] = {}
@@ -104,8 +104,9 @@ def test_a_turn_loads_what_is_held_and_not_cached(
     assert turn.found(ours, num_cached) == (num_loaded, num_loaded > 0)
     turn.prefill.update_state_after_alloc(ours, allocated(BLOCKS), num_loaded)
     loads = next_step(turn.prefill).loads
-    assert [(order.num_tokens, order.is_optional, order.is_late) for order in loads] == (
-        [(num_loaded, True, True)] if num_loaded else []
+    late, seconds = destination.LATE_SECONDS, destination.TURN_SECONDS
+    assert [(each.num_tokens, each.is_optional, each.late_seconds, each.timeout_seconds) for each in loads] == (
+        [(num_loaded, True, late, seconds)] if num_loaded else []
     )
     assert turn.prefill._state.leases.num_requests == len(loads), "the hold is released where nothing is loaded"
 
@@ -156,7 +157,7 @@ def test_an_engine_that_cannot_compute_anew_expects_no_turn(make_turn: Callable[
 def test_a_turn_whose_hold_has_ended_is_computed_at_once(
     make_turn: Callable[..., Turn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull, "TURN_ANSWER_SECONDS", 3600.0)
+    monkeypatch.setattr(destination, "TURN_ANSWER_SECONDS", 3600.0)
     turn = make_turn()
     state = turn.decode.role._state
     state.holds.release(state.epoch, [handle_of(turn.params)])
@@ -178,7 +179,7 @@ def test_a_turn_whose_hold_ends_after_an_answer_is_computed(make_turn: Callable[
 def test_a_decode_engine_that_does_not_answer_is_waited_for_only_so_long(
     make_turn: Callable[..., Turn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull, "TURN_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(destination, "TURN_ANSWER_SECONDS", 1.0)
     turn = make_turn()
     turn.decode.role.shutdown()
     ours = turn.ask()

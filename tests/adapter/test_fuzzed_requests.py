@@ -4,7 +4,7 @@
 """
 
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,24 +18,23 @@ from ..fuzzed_messages import ANYTHING, Fuzzer, run
 pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 
+from .flows import FLOWS, Flow, to_prefill
 from .scheduler_requests import FULL, PROMPT, WINDOW, allocated, kept, next_step, request, run_prefill
 
 GROUPS = (FULL, WINDOW)
 BLOCKS = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10]
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_scheduler_survives_well_formed_messages_with_random_fields(
-    mode: Literal["pull", "push"], make_role: Any
-) -> None:
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_scheduler_survives_well_formed_messages_with_random_fields(flow: Flow, make_role: Any) -> None:
     """It keeps no block that nobody holds, and frees none twice; afterwards it holds and releases as before."""
-    role = make_role(*GROUPS, mode=mode)
+    role = make_role(*GROUPS)
     known = [role._state.epoch, "r", "x", 0, 1, 2, 3, protocol.PROTOCOL_VERSION]
 
     def case(fuzzer: Fuzzer) -> None:
         draw = fuzzer.random.random()
         if draw < 0.02:
-            prefill(role, mode, fuzzer.random.choice(("r", "x")))
+            prefill(role, flow, fuzzer.random.choice(("r", "x")))
         elif draw < 0.1:
             next_step(role, "r")
         else:
@@ -52,7 +51,7 @@ def test_a_scheduler_survives_well_formed_messages_with_random_fields(
     role._answer(Release(epoch, handles))
     next_step(role)
     assert kept(role) == []
-    prefill(role, mode, "after")
+    prefill(role, flow, "after")
     assert sorted(kept(role)) == sorted(BLOCKS[0] + BLOCKS[1])
     [handle] = [hold.handle for hold in holds._holds.values()]
     role._answer(Release(epoch, (handle,)))
@@ -60,10 +59,9 @@ def test_a_scheduler_survives_well_formed_messages_with_random_fields(
     assert kept(role) == []
 
 
-def prefill(role: Any, mode: str, request_id: str) -> None:
+def prefill(role: Any, flow: Flow, request_id: str) -> None:
     """Prefill a prompt that the role then holds, unless it holds one of this name."""
-    params = {"do_remote_decode": True, "transfer_id": request_id}
-    ours = request(PROMPT, params, request_id)
+    ours = request(PROMPT, to_prefill(flow, request_id), request_id)
     role.on_new_request(ours)
     role.update_state_after_alloc(ours, allocated(*BLOCKS), 0)
     next_step(role, request_id)  # a request ends in the step after the one that admits it, at the earliest
@@ -71,12 +69,12 @@ def prefill(role: Any, mode: str, request_id: str) -> None:
     role.request_finished(ours, BLOCKS, is_complete=True)
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_scheduler_survives_any_transfer_params(mode: Literal["pull", "push"], make_role: Any) -> None:
+@pytest.mark.parametrize("flow", FLOWS)
+def test_a_scheduler_survives_any_transfer_params(flow: Flow, make_role: Any) -> None:
     """A request at worst fails itself: no call raises, since that would end vLLM's engine."""
-    prefill_role, decode = make_role(*GROUPS), make_role(*GROUPS, mode=mode)
+    prefill_role, decode = make_role(*GROUPS), make_role(*GROUPS)
     sound = run_prefill(prefill_role, PROMPT, *BLOCKS)
-    pushed = {
+    of_router = {
         "do_remote_prefill": True,
         "transfer_id": "x",
         "remote_engine_id": "p",
@@ -87,7 +85,7 @@ def test_a_scheduler_survives_any_transfer_params(mode: Literal["pull", "push"],
     def case(fuzzer: Fuzzer) -> None:
         nonlocal number
         number += 1
-        changed = fuzzer.ill_formed(sound if mode == "pull" else pushed)
+        changed = fuzzer.ill_formed(sound if flow == "sequential" else of_router)
         params = changed if isinstance(changed, dict) else {"do_remote_prefill": True, "kvferry": changed}
         if fuzzer.random.random() < 0.3:
             params = {**params, "do_remote_decode": fuzzer.random.choice(ANYTHING), "do_remote_prefill": True}
@@ -109,7 +107,7 @@ def test_a_scheduler_survives_any_transfer_params(mode: Literal["pull", "push"],
 def test_a_release_of_anything_ends_no_hold_of_another_generation(make_role: Any) -> None:
     """The fuzzed messages above guess generations only because the test tells them."""
     role = make_role(*GROUPS)
-    prefill(role, "pull", "r")
+    prefill(role, "sequential", "r")
     [hold] = role._state.holds._holds.values()
     for generation in (hold.handle.generation + 1, max(0, hold.handle.generation - 1)):
         if generation != hold.handle.generation:

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry.errors import KVFerryError
 from kvferry.handoff.handshake import decode_shards, fetch_directory
-from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, Identity, RankEntry
+from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Identity, RankEntry
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.translate import shards as translate
 from kvferry.layout.shard import Shard, encode_shard
@@ -58,7 +58,7 @@ def meet(source: Shard, destination: Shard) -> None:
 
 def ask(identity: Identity = IDENTITY, version: int = PROTOCOL_VERSION, epoch: int = EPOCH) -> None:
     """Shake hands with a prefill engine that answers so."""
-    entry = RankEntry(0, 0, b"", {}, 0, 1)
+    entry = RankEntry(0, 0, b"", {}, EndPoint(HOST, 1, 1))
     listener = Server(HOST, 0, lambda _: Directory(version, "prefill", epoch, identity, (entry,)))
     try:
         fetch_directory(HOST, listener.port, "decode", EPOCH, IDENTITY, timeout_seconds=10.0)
@@ -73,7 +73,7 @@ def split_blocks(patch: Patch) -> None:
 
 
 def one_of_two_ranks(patch: Patch) -> None:
-    entry = RankEntry(0, 0, encode_shard(shard(patch, (ONE, FULL))), {}, 0, 1)
+    entry = RankEntry(0, 0, encode_shard(shard(patch, (ONE, FULL))), {}, EndPoint(HOST, 1, 1))
     decode_shards(Directory(PROTOCOL_VERSION, "prefill", EPOCH, IDENTITY, (entry,)))
 
 

@@ -29,7 +29,6 @@ from .scheduler_requests import FULL, PROMPT, kept, next_step, request, run_pref
 Connector = tuple[str, dict[str, Any]]
 """Its name and its settings."""
 CONFIG: Connector = ("KVFerryConnector", {})
-PUSH: Connector = ("KVFerryConnector", {"mode": "push"})
 FOREIGN: Connector = ("NixlConnector", {})
 IS_ONE_OF_SEVERAL = False
 
@@ -120,8 +119,8 @@ def changed(params: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
         ("generation", "7"),
         ("generation", "0" * 16 + "\n"),
         ("generation", "f" * 16),
-        ("slot", None),
-        ("slot", 2**70),
+        ("generation", "0" * 16),
+        ("generation", None),
         ("is_late", "yes"),
         ("lease_seconds", 0),
         ("lease_seconds", float("inf")),
@@ -142,10 +141,8 @@ def test_a_field_of_another_type_or_beyond_its_bounds_is_refused(name: str, valu
 
 
 def test_every_field_is_needed(params: dict[str, Any]) -> None:
-    """All but ``newest``, which a prefill engine of version 9 does not say."""
-    params = without(params, "kvferry", "newest")
     paths = [*((name,) for name in params if name.startswith("remote_")), *(("kvferry", n) for n in params["kvferry"])]
-    assert len(paths) > 12
+    assert len(paths) == 14
     for path in [("kvferry",), *paths]:
         with pytest.raises(HandoffError):
             check(CONFIG, without(params, *path))
@@ -156,7 +153,7 @@ def test_what_is_not_for_this_connector_passes(params: dict[str, Any]) -> None:
     check(None, "text")
     check(CONFIG, None)
     check(CONFIG, {"do_remote_decode": True})
-    check(PUSH, {"do_remote_decode": True, "transfer_id": "x"})
+    check(CONFIG, {"do_remote_decode": True, "transfer_id": "x"})
 
 
 @pytest.mark.parametrize("given", ["text", ["do_remote_prefill"], 7])
@@ -167,12 +164,13 @@ def test_parameters_that_are_no_object_are_refused(given: Any) -> None:
 
 
 def test_an_older_prefill_engine_is_named_as_such(params: dict[str, Any]) -> None:
+    older = changed(changed(params, "version", 0), "newest", 0)
     with pytest.raises(HandoffError) as refused:
-        check(CONFIG, without(changed(params, "version", 8), "kvferry", "newest"))
+        check(CONFIG, older)
     assert refused.value.reason is Reason.PROTOCOL_MISMATCH
-    assert "prefill speaks 8, decode speaks 9 to 10" in refused.value.message
+    assert "prefill speaks 0, decode speaks 1" in refused.value.message
     assert "Update kvferry on the prefill engine" in refused.value.remedy
-    check(CONFIG, without(params, "kvferry", "newest"))
+    check(CONFIG, changed(params, "newest", 2))
 
 
 def admit(params: Any, prompt: list[int], config: Connector = CONFIG, **fields: Any) -> Any:
@@ -257,12 +255,12 @@ def test_hole_10_the_connectors_of_the_page_about_offload_are_found(params: dict
     page = (Path(__file__).parents[2] / "docs" / "offload.md").read_text()
     [given] = [each for each in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if "MultiConnector" in each]
     config = KVTransferConfig(**json.loads(given))
-    for wrong, num_prompts in ((params, 2), (changed(params, "slot", []), 1)):
+    for wrong, num_prompts in ((params, 2), (changed(params, "epoch", []), 1)):
         with pytest.raises(HandoffError):
             check_params(config, wrong, "r", num_prompts)
     check_params(config, params, "r")
     offload_alone = KVTransferConfig(kv_connector="KVFerryOffloadConnector", kv_role="kv_both")
-    check_params(offload_alone, changed(params, "slot", []), "r", 2)
+    check_params(offload_alone, changed(params, "epoch", []), "r", 2)
 
 
 NIXL_PARAMS = {
@@ -277,14 +275,14 @@ NIXL_PARAMS = {
 }
 
 
-@pytest.mark.parametrize(("mode", "own_field"), [("pull", "kvferry"), ("push", "transfer_id")])
+@pytest.mark.parametrize("own_field", ["kvferry", "transfer_id"])
 def test_parameters_of_another_connector_pass_where_the_engine_has_one_that_may_take_them(
-    mode: str, own_field: str, monkeypatch: pytest.MonkeyPatch
+    own_field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM gives the prompt to the first connector that has it. What names kvferry is checked all the same."""
     monkeypatch.setattr(InputProcessor, "process_inputs", processed)
     check_requests()
-    own = {"kv_connector": "KVFerryConnector", "kv_connector_extra_config": {"mode": mode}}
+    own = {"kv_connector": "KVFerryConnector"}
     for other, passes in (("NixlConnector", True), ("KVFerryOffloadConnector", False)):
         listed = [{"kv_connector": other}, own]
         config = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": listed})
@@ -306,16 +304,16 @@ def test_a_router_that_names_the_prefill_engine_in_the_request_id_is_understood(
     address = encode_zmq_address("127.0.0.1", 8998, 5600, "prefill@7")
     given = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": None}
     named = f"___prefill_addr_{address}___decode_addr_host:d_0123"
-    assert serve(given, "a", PUSH, named) == ("completion", ["begun"])
-    answer, _ = serve(given, "a", PUSH, "another id")
-    assert "name no push" in answer.error.message
+    assert serve(given, "a", CONFIG, named) == ("completion", ["begun"])
+    answer, _ = serve(given, "a", CONFIG, "another id")
+    assert "name no transfer" in answer.error.message
 
 
 def test_malformed_parameters_are_a_400_within_milliseconds(
     params: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     long = changed(params, "remote_block_ids", [list(range(1 << 17))])
-    for given in (changed(params, "slot", []), without(params, "kvferry"), {**long, "remote_port": 0}):
+    for given in (changed(params, "epoch", []), without(params, "kvferry"), {**long, "remote_port": 0}):
         started = time.monotonic()
         answer, events = serve(given, "a")
         assert time.monotonic() - started < 0.5
@@ -357,7 +355,7 @@ def test_parameters_that_no_trusted_key_has_signed_are_a_400(
         changed(signed, "signature", signature[:-1] + ("0" if signature[-1] != "0" else "1")),
         changed(signed, "remote_block_ids", [[1, 2, 3, 4, 5]]),
         changed(signed, "remote_host", "127.0.0.2"),
-        changed(signed, "slot", signed["kvferry"]["slot"] + 1),
+        changed(signed, "epoch", signed["kvferry"]["epoch"] + 1),
     ]
     for forged in forgeries:
         caplog.clear()
@@ -376,29 +374,38 @@ def test_an_api_server_that_cannot_read_the_keys_leaves_signatures_to_its_engine
     config = ("KVFerryConnector", {"keys": str(tmp_path / "elsewhere")})
     params = run_prefill(make_role(FULL), PROMPT, [5, 4, 3, 2, 1]) or {}
     assert serve(params, "a", config) == ("completion", ["begun"])
-    assert serve(changed(params, "slot", []), "a", config)[0].error.code == 400
+    assert serve(changed(params, "epoch", []), "a", config)[0].error.code == 400
 
 
 @pytest.mark.parametrize("host", ["203.0.113.1", "[2001:db8::1]", "0.0.0.0", "::ffff:203.0.113.1"])
 def test_an_address_to_which_the_engine_does_not_connect_is_a_400(host: str, params: dict[str, Any]) -> None:
     """Names are not looked up here: the engine does, on another thread."""
-    push = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e"}
+    named = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e"}
     url = f"http://{host if host.startswith('[') or ':' not in host else f'[{host}]'}:8998"
-    for config, given in ((CONFIG, params | {"remote_host": host}), (PUSH, push | {"remote_bootstrap_addr": url})):
-        answer, _ = serve(given, "a", config)
+    for given in (params | {"remote_host": host}, named | {"remote_bootstrap_addr": url}):
+        answer, _ = serve(given, "a")
         assert answer.error.code == 400
         assert "[permission-denied]" in answer.error.message
         for allowed in ({"allowed_hosts": ["203.0.0.0/8", "2001:db8::/32", "0.0.0.0"]}, {"allowed_hosts": ["a-name"]}):
-            name, settings = config
-            assert serve(given, "a", (name, {**settings, **allowed})) == ("completion", ["begun"])
+            assert serve(given, "a", ("KVFerryConnector", allowed)) == ("completion", ["begun"])
     for name in ("prefill-0", "localhost", "127.9.9.9"):
         assert serve(params | {"remote_host": name}, "a") == ("completion", ["begun"])
+
+
+def test_the_name_of_a_hold_is_no_transfer_of_a_router(params: dict[str, Any]) -> None:
+    """Only who has read the prefill engine's answer may have the prompt."""
+    hold = f"hold:{params['kvferry']['generation']}"
+    named = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_bootstrap_addr": "http://127.0.0.1:1"}
+    assert serve({**named, "transfer_id": "t"}, "a") == ("completion", ["begun"])
+    answer, _ = serve({**named, "transfer_id": hold}, "a")
+    assert answer.error.code == 400
+    assert "is the name of a hold" in answer.error.message
 
 
 @pytest.mark.parametrize("address", ["prefill-0:8998", "http://a:8998/query?b", "http://user@a:8998", "ftp://a:1"])
 def test_a_bootstrap_address_that_is_none_is_a_400(address: str) -> None:
     given = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e", "remote_bootstrap_addr": address}
-    answer, _ = serve(given, "a", PUSH)
+    answer, _ = serve(given, "a")
     assert answer.error.code == 400
     assert "[malformed-message]" in answer.error.message
 
@@ -437,8 +444,8 @@ def test_where_a_refusal_would_not_let_the_hold_go_the_engine_compares_the_promp
     with pytest.raises(VLLMValidationError, match="invalid-request"):
         admit(params, PROMPT[::-1])
     assert admit(params, PROMPT[::-1], mm_features=["an image"]).prompt_token_ids == PROMPT[::-1]
-    push = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e"}
-    assert admit(push | {"remote_bootstrap_addr": "http://127.0.0.1:1"}, PROMPT, PUSH).prompt_token_ids == PROMPT
+    named = {"do_remote_prefill": True, "transfer_id": "t", "remote_engine_id": "e"}
+    assert admit(named | {"remote_bootstrap_addr": "http://127.0.0.1:1"}, PROMPT).prompt_token_ids == PROMPT
     request_checks._lets_go.set(False)
 
 

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from kvferry.errors import Reason
 from kvferry.handoff.holds import Ending
-from kvferry.integrations.vllm.scheduler import pull, turns
+from kvferry.integrations.vllm.scheduler import destination, turns
 
 from . import handoff_engine
 from .handoff_engine import Answer, HandoffEngine, make_engine
@@ -106,16 +106,16 @@ def test_the_prefill_engine_computes_only_what_is_new(
 
 
 def test_a_held_answer_yields_its_blocks_to_other_requests(make_engine: Any) -> None:
-    """Then the prefill engine computes the turn; the guard word is cleared before the step that writes the block."""
+    """Then the prefill engine computes the turn; its writes end before the step that writes the block."""
     prefill, decode = make_engine(UNIFORM, num_blocks=60), make_engine(UNIFORM, turn_seconds=TURN_SECONDS)
     ours = Conversation(prefill, decode)
     ours.turn(SAID[0])
-    worker = decode.worker._worker_role._source._step_words._words
-    assert worker.array.any()
+    writer = decode.worker._worker_role._source.writer
+    assert len(writer._writes._prompts) == 1
     for number in range(4):
         decode.ask(f"other-{number}", [(number + 3 * index) % 400 for index in range(200)], {})
     assert holds_of(decode) == {}
-    assert not worker.array.any()
+    assert writer._writes._prompts == {}
     prefill.forget()
     _, num_computed = ours.turn(SAID[1])
     assert num_computed == len(ours.tokens) - 9
@@ -136,7 +136,7 @@ def test_two_holds_of_one_conversation_share_blocks_and_yield_together(make_engi
 
 
 def test_a_decode_engine_that_has_ended_costs_a_computation(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull, "TURN_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(destination, "TURN_ANSWER_SECONDS", 0.3)
     prefill, decode = make_engine(UNIFORM, num_blocks=60), make_engine(UNIFORM, turn_seconds=TURN_SECONDS)
     ours = Conversation(prefill, decode)
     ours.turn(SAID[0])
@@ -180,8 +180,6 @@ def test_parameters_of_another_conversation_are_not_loaded(make_engine: Any) -> 
     wrong = [
         theirs.params,
         {**theirs.params, "kvferry": ours.params["kvferry"]},
-        {**ours.params, "remote_block_ids": theirs.params["remote_block_ids"]},
-        {**ours.params, "remote_block_ids": [ours.params["remote_block_ids"][0][::-1]]},
         {**ours.params, "kvferry": {**ours.params["kvferry"], "num_tokens": 1}},
         {**ours.params, "kvferry": None},
         {**ours.params, "remote_port": "x"},
@@ -194,6 +192,12 @@ def test_parameters_of_another_conversation_are_not_loaded(make_engine: Any) -> 
         answer = prefill.ask(f"turn-{number}", prompt, asked, max_tokens=1)
         assert answer.tokens == prefill.tokens_without_cache(prompt, 1)
         assert prefill.num_computed - before == len(prompt)
+    # The decode engine knows the blocks of what it holds.
+    for number, blocks in enumerate((theirs.params["remote_block_ids"], [ours.params["remote_block_ids"][0][::-1]])):
+        prefill.forget()
+        asked = {**ours.params, "remote_block_ids": blocks, "do_remote_decode": True}
+        answer = prefill.ask(f"blocks-{number}", prompt, asked, max_tokens=1)
+        assert answer.tokens == prefill.tokens_without_cache(prompt, 1)
 
 
 def test_a_request_that_names_no_other_engine_is_not_held(make_engine: Any) -> None:

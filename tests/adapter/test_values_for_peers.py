@@ -18,6 +18,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.handoff.messages import (
     MAX_IDENTIFIER_LENGTH,
+    PROTOCOL_VERSION,
     Directory,
     DirectoryRequest,
     EndPoint,
@@ -32,23 +33,21 @@ from kvferry.handoff.wire.addresses import in_url
 from kvferry.handoff.wire.bootstrap import Entry, Offer, id_in_epoch, parse_address
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.plugin import CONNECTORS, register
-from kvferry.integrations.vllm.scheduler.params import parse_params, parse_push_params
+from kvferry.integrations.vllm.scheduler.params import parse_params, parse_transfer_params
 from kvferry.integrations.vllm.scheduler.router_beacon import encode_zmq_address
 from kvferry.integrations.vllm.settings import Settings, parse_settings
-from kvferry.layout.shard import Region
+from kvferry.layout.shard import MAX_GROUPS, Region
 from kvferry.transport.null import NullTransport
 
-from .. import version_9
 from .scheduler_requests import FULL
 
 EPOCH = (1 << 53) - 1
 IDENTITY = Identity("m", "w", "a", "float32", 2, 2, 8, "none", "float32")
 FERRY = {
-    "version": 9,
-    "newest": 10,
+    "version": 1,
+    "newest": 1,
     "epoch": EPOCH,
-    "generation": "0" * 16,
-    "slot": 0,
+    "generation": "0" * 15 + "1",
     "is_late": False,
     "lease_seconds": 60.0,
     "num_tokens": 1,
@@ -74,32 +73,34 @@ def accepted(given: dict[str, Any]) -> Settings | None:
 
 
 def read_by_all(host: str, engine_id: str = "e", model_id: str = "m") -> None:
-    """Read all messages and parameters that have these values, as engines of this version and of version 9 do."""
+    """Read all messages and parameters that have these values, as other engines do."""
     where, identity = EndPoint(host, 5600, EPOCH), msgspec.structs.replace(IDENTITY, model=model_id)
-    rank = RankEntry(0, 0, b"", {}, 0, 0, push_end_point=where, held_end_point=where)
-    directory = Directory(10, engine_id, EPOCH, identity, (rank,))
+    rank = RankEntry(0, 0, b"", {}, where)
+    directory = Directory(PROTOCOL_VERSION, engine_id, EPOCH, identity, (rank,))
     assert decode_answer(encode(directory)) == directory
     name = f"{engine_id}/4095"
-    questions = (DirectoryRequest(9, name, 10), Introduce(10, EPOCH, name, identity, (b"",), b"", {}, where))
+    questions = (
+        DirectoryRequest(1, 1, name),
+        Introduce(PROTOCOL_VERSION, EPOCH, name, identity, (b"",), b"", {}, where, registration=1, token=2),
+    )
     assert [decode_question(encode(each)) for each in questions] == [*questions]
-    offer = Offer(9, id_in_epoch(engine_id, EPOCH), where, (16,), newest=10)
+    offer = Offer(1, 1, id_in_epoch(engine_id, EPOCH), where, (16,))
     encoded = msgspec.json.encode(Entry(offer.engine_id, offer))
-    for kind in (Entry, version_9.Entry):
-        assert msgspec.json.decode(encoded, type=kind).kvferry.control.host == host
+    assert msgspec.json.decode(encoded, type=Entry).kvferry.control.host == host
     params = {"remote_engine_id": engine_id, "remote_host": host, "remote_port": 5600}
     params |= {"remote_request_id": "r", "remote_block_ids": [[1]], "kvferry": FERRY}
-    for parsed in (parse_params(params, "r"), msgspec.convert(params, version_9.RemoteParams)):
-        assert (parsed.remote_engine_id, parsed.remote_host) == (engine_id, host)
+    parsed = parse_params(params, "r")
+    assert (parsed.remote_engine_id, parsed.remote_host) == (engine_id, host)
     told = encode_zmq_address(host, 8998, 5600, offer.engine_id)
-    push = {
+    named = {
         "transfer_id": "t",
         "remote_engine_id": offer.engine_id,
         "remote_bootstrap_addr": f"http://{in_url(host)}:8998",
     }
-    of_router = parse_push_params({"transfer_id": "t"}, f"cmpl-___prefill_addr_{told}___decode_addr_host:d")
-    for pushed in (parse_push_params(push, "r"), of_router):
-        assert pushed.remote_engine_id == offer.engine_id
-        assert parse_address(pushed.remote_bootstrap_addr)[1] == 8998
+    of_router = parse_transfer_params({"transfer_id": "t"}, f"cmpl-___prefill_addr_{told}___decode_addr_host:d")
+    for transfer in (parse_transfer_params(named, "r"), of_router):
+        assert transfer.remote_engine_id == offer.engine_id
+        assert parse_address(transfer.remote_bootstrap_addr)[1] == 8998
 
 
 @given(hosts)
@@ -134,7 +135,7 @@ def test_a_model_id_that_the_settings_take_is_one_that_every_peer_takes(model_id
 def test_an_engine_id_with_which_an_engine_starts_is_one_that_every_peer_takes(engine_id: str) -> None:
     from kvferry.integrations.vllm.first_checks import check_engine_id
 
-    settings = parse_settings({"mode": "push", "router_address": "r:1", "http_address": "e:2"})
+    settings = parse_settings({"router_address": "r:1", "http_address": "e:2"})
     with suppress(SettingsError):
         check_engine_id(engine_id, settings)
         read_by_all("prefill-0", engine_id)
@@ -154,6 +155,9 @@ def test_an_engine_id_with_which_an_engine_starts_is_one_that_every_peer_takes(e
         ("prefill-0\n", "a name has ASCII letters", "'prefill-0'"),
         ("a" * 64, "each part of a name has 1 to 63 characters", "an address or a name"),
         ("a." * 130, "it has 260 characters", "an address or a name"),
+        ("prefill%0", "it is no IPv6 address", "an address or a name"),
+        ("[prefill-0]", "it is no IPv6 address", "an address or a name"),
+        ("http://me:key@10.0.0.1:80", "it is a URL", "'10.0.0.1'"),
     ],
 )
 @pytest.mark.parametrize("name", ["host", "advertised_host"])
@@ -176,6 +180,8 @@ def test_what_is_no_host_is_refused_with_what_to_write(name: str, host: str, why
         ({"http_address": "fd00::1:8000"}, "an IPv6 address before a port is in brackets"),
         ({"router_address": "http://router:9000"}, "router_address .* is no host"),
         ({"router_address": "router:70000"}, "router_address .* no port from 1 to 65535"),
+        ({"router_address": "router:65536"}, "router_address .* no port from 1 to 65535"),
+        ({"router_address": "router:009000"}, "router_address .* no port from 1 to 65535"),
     ],
 )
 def test_a_wrong_address_for_the_router_is_refused_before_the_engine_waits_for_it(
@@ -183,9 +189,10 @@ def test_a_wrong_address_for_the_router_is_refused_before_the_engine_waits_for_i
 ) -> None:
     """An engine whose own address nobody could connect to never registered, and said nothing."""
     both = {"router_address": "router:9000", "http_address": "10.0.0.1:8000"}
-    assert parse_settings({"mode": "push", **both})
+    assert parse_settings(both)
+    assert parse_settings({**both, "router_address": "router:65535"})
     with pytest.raises(SettingsError, match=said) as refused:
-        parse_settings({"mode": "push", **both, **places})
+        parse_settings({**both, **places})
     assert refused.value.reason is Reason.INVALID_SETTING
 
 
@@ -211,7 +218,7 @@ def configured(connector: str, extra: dict[str, Any], **more: Any) -> VllmConfig
         ({}, {"engine_id": "a\x1bb"}, "engine_id"),
         ({}, {"engine_id": "a" * MAX_IDENTIFIER_LENGTH}, "engine_id"),
         (
-            {"mode": "push", "router_address": "a:1", "http_address": "b:1"},
+            {"router_address": "a:1", "http_address": "b:1"},
             {"engine_id": "a___decode_addr_b"},
             "engine_id 'a___decode_addr_b' could not be read out of the ids of requests",
         ),
@@ -228,10 +235,15 @@ def test_settings_of_the_offload_connector_are_checked_before_weights_are_loaded
     with pytest.raises(ValueError, match="host_bytes '8 gigs' is no size"):
         configured("KVFerryOffloadConnector", {"host_bytes": "8 gigs"})
     assert configured("KVFerryOffloadConnector", {"host_bytes": "8 GiB"}).kv_transfer_config is not None
+    for master in ("http://127.0.0.1:50051", "127.0.0.1:0", "127.0.0.1"):
+        with pytest.raises(ValueError, match=f"pool_master '{master}' does not name a master"):
+            configured("KVFerryOffloadConnector", {"host_bytes": "8 GiB", "pool_master": master, "pool_bytes": "1 GiB"})
 
 
 def test_right_settings_and_other_connectors_pass() -> None:
     assert configured("KVFerryConnector", {"advertised_host": "prefill-0.example"}, engine_id="p").kv_transfer_config
+    odd = "a___decode_addr_b"  # only a router puts it into the ids of requests
+    assert configured("KVFerryConnector", {}, engine_id=odd).kv_transfer_config
     assert configured("NixlConnector", {"advertised_host": "http://10.0.0.1"}).kv_transfer_config
     assert VllmConfig().kv_transfer_config is None
 
@@ -277,21 +289,19 @@ def test_a_connector_that_vllm_builds_without_the_plugin_checks_the_id_too(monke
         KVFerryConnector(config, None, None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_an_engine_whose_directory_no_peer_could_read_does_not_start(make_role: Any, mode: str) -> None:
-    rank = RankEntry(0, 0, b"", {"": b""}, 0, 0)
+def test_an_engine_whose_directory_no_peer_could_read_does_not_start(make_role: Any) -> None:
+    rank = RankEntry(0, 0, b"", {"": b""}, EndPoint("127.0.0.1", 1, 1))
     with pytest.raises(KVFerryError, match="no other engine could read the directory of engine 'engine-0'") as refused:
-        make_role(FULL, mode=mode).publish([rank])
+        make_role(FULL).publish([rank])
     assert refused.value.reason is Reason.UNSUPPORTED
     assert "`$.ranks[0].end_points`" in refused.value.message
 
 
-@pytest.mark.parametrize(("mode", "most"), [("pull", 64), ("push", 256)])
-def test_an_engine_whose_answers_no_peer_could_read_does_not_start(make_role: Any, mode: str, most: int) -> None:
-    rank = RankEntry(0, 0, b"", {}, 0, 0)
-    make_role(*[FULL] * most, mode=mode).publish([rank])
+def test_an_engine_whose_answers_no_peer_could_read_does_not_start(make_role: Any) -> None:
+    rank = RankEntry(0, 0, b"", {}, EndPoint("127.0.0.1", 1, 1))
+    make_role(*[FULL] * MAX_GROUPS).publish([rank])
     with pytest.raises(KVFerryError, match=r"no decode engine could read .* of length <= ") as refused:
-        make_role(*[FULL] * (most + 1), mode=mode).publish([rank])
+        make_role(*[FULL] * (MAX_GROUPS + 1)).publish([rank])
     assert refused.value.reason is Reason.UNSUPPORTED
 
 

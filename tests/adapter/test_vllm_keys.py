@@ -157,9 +157,7 @@ def test_an_engine_with_keys_connects_nowhere_for_parameters_of_another_version_
     assert told == [(prefill._server.port, True)], "only the signed ones, to wherever a trusted engine is"
 
 
-def test_a_transfer_takes_the_offer_of_an_engine_with_its_keys_only(
-    make_role: Any, folder: str, others: str
-) -> None:
+def test_a_transfer_takes_the_offer_of_an_engine_with_its_keys_only(make_role: Any, folder: str, others: str) -> None:
     prefill, decode, stranger = (make_role(FULL, keys=keys) for keys in (folder, folder, others))
     prefill.publish([RankEntry(0, 0, b"", {}, EndPoint(HOST, 1, 1))])
     params = to_decode("concurrent", prefill, None)

@@ -15,7 +15,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.messages import RankEntry
+from kvferry.handoff.messages import EndPoint, Handle, RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.step import FailedTurns, PromptLoad, RankMetadata, StepMetadata
@@ -29,6 +29,7 @@ from .scheduler_requests import IDENTITY
 from .vllm_caches import CacheRank, full, move, window
 
 TP, PP = 2, 2
+HANDLE = Handle("r", 3)
 # As vLLM groups them: sliding windows in "0" (0, 3) and "1" (1), full attention in "2" (2, 4).
 LAYERS = {"0": window, "1": window, "2": full, "3": window, "4": full}
 WHOLE: Sequence[Sequence[str]] = ()
@@ -47,7 +48,7 @@ def test_a_turn_that_cannot_be_ordered_is_received_and_no_request_fails_for_it()
     """Each rank reports it once; the scheduler then lets the engine compute the turn."""
     role, error = rank_without_engine(), HandoffError(Reason.INVALID_REQUEST, "of no use.")
     turn, load = PromptLoad("t", 1.0, error=error, is_optional=True), PromptLoad("r", 1.0, error=error)
-    role.start_loads(StepMetadata(loads=[turn, load]))
+    role.end_loads(StepMetadata(loads=[turn, load]))
     assert role.take_finished() == ({"t", "r"}, {"r"})
     assert role.take_failed_turns() == FailedTurns(frozenset({"t"}))
     assert role.take_finished() == (set(), set())
@@ -63,7 +64,7 @@ def test_a_load_is_over_when_every_rank_of_every_stage_has_said_so_once() -> Non
     reports = []
     for late in (*roles, None):  # one rank after the other gets to the order
         if late is not None:
-            late.start_loads(refused)
+            late.end_loads(refused)
         outputs: list[Any] = []
         for role in roles:
             received, failed = role.take_finished()
@@ -85,11 +86,30 @@ def test_blocks_of_a_step_in_flight_stay_with_both_owners(is_ended_first: bool) 
     held.bind(pool)
     blocks = pool.get_new_blocks(3)
     num_free = pool.get_num_free_blocks()
-    held.keep("r", [[block.block_id for block in blocks]])
-    drops = [lambda: held.free("r"), lambda: pool.free_blocks(reversed(blocks))]
+    held.keep(HANDLE, [[block.block_id for block in blocks]])
+    drops = [lambda: held.free(HANDLE), lambda: pool.free_blocks(reversed(blocks))]
     for drop, expected in zip(drops if is_ended_first else drops[::-1], (num_free, num_free + 3), strict=True):
         drop()
         assert pool.get_num_free_blocks() == expected
+
+
+def test_a_request_has_given_its_blocks_up_once_the_last_block_of_one_group_is_unshared() -> None:
+    """Another request may share a group to its end: a group of a prefix alone, of which it has the same last block."""
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=False, hash_block_size=16)
+    null = pool.null_block
+    held = KeptBlocks()
+    held.bind(pool)
+    whole, window = pool.get_new_blocks(2), pool.get_new_blocks(1)
+    num_references = null.ref_cnt
+    of_request = [*whole, *window]
+    held.keep(HANDLE, [[each.block_id for each in whole], [null.block_id, window[0].block_id], [null.block_id], []])
+    assert (held.num_kept, null.ref_cnt) == (3, num_references), "the null block is nobody's"
+    pool.touch(whole)  # by another request
+    assert not held.are_given_up(HANDLE)
+    pool.free_blocks(reversed(of_request))
+    assert held.are_given_up(HANDLE)
+    held.free(HANDLE)
+    assert null.ref_cnt == num_references
 
 
 def test_ranks_are_published_stage_by_stage() -> None:
@@ -97,7 +117,11 @@ def test_ranks_are_published_stage_by_stage() -> None:
     published: list[RankEntry] = []
     connector: Any = KVFerryConnector.__new__(KVFerryConnector)
     connector._scheduler_role = SimpleNamespace(publish=published.extend, check_ranks=MagicMock())
-    entries = {(pp, tp): RankEntry(tp, pp, b"", {}, 0, 0) for tp in range(TP) for pp in reversed(range(PP))}
+    entries = {
+        (pp, tp): RankEntry(tp, pp, b"", {}, EndPoint("127.0.0.1", 1, 1))
+        for tp in range(TP)
+        for pp in reversed(range(PP))
+    }
     connector.set_xfer_handshake_metadata_pp_aware(
         {place: RankMetadata(msgspec.msgpack.encode(entry), IDENTITY) for place, entry in entries.items()}
     )

@@ -5,6 +5,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("vllm")
@@ -17,23 +18,32 @@ from vllm.v1.engine.core import EngineShutdownState
 from vllm.v1.request import Request
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.device import HOST
-from kvferry.execution.guard_words import GuardWords, Held, StepWords
 from kvferry.execution.source_engines import SourceEngines
 from kvferry.handoff.handshake import fetch_directory
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import DirectoryRequest, RankEntry, Release, Renew, StillWriting
+from kvferry.handoff.messages import (
+    PROTOCOL_VERSION,
+    Announce,
+    DirectoryRequest,
+    EndPoint,
+    RankEntry,
+    Release,
+    Renew,
+    StillWriting,
+)
 from kvferry.handoff.wire.bootstrap import BootstrapQueries
 from kvferry.integrations.vllm.resets import ROLES, end_former_epoch
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 
+from ..waits import wait_until
+from .flows import to_decode
 from .handoff_engine import make_engine
 from .scheduler_requests import FULL, PROMPT, allocated, handle_of, kept, next_step, request, run_prefill
 from .vllm_caches import full
 
 __all__ = ["make_engine"]
 BLOCKS, OTHERS = [5, 4, 3, 2, 1], [11, 12, 13, 14, 15]
-RANK = RankEntry(0, 0, b"", {}, 0, 0)
+RANK = RankEntry(0, 0, b"", {}, EndPoint("127.0.0.1", 1, 1))
 
 
 class Core:
@@ -72,14 +82,14 @@ def test_hole_7_a_reset_ends_all_holds_and_the_ranks_know_before_a_block_is_free
     assert params is not None
     epoch, handle = params["kvferry"]["epoch"], handle_of(params)
     assert role.reset_cache() is True
-    assert core.calls == [(["r", "computing"], "default")] or core.calls == [(["computing", "r"], "default")]
-    assert core.kept_at_call == [[1, 2, 3, 4, 5]], "freed before the guard words were cleared"
+    assert core.calls == [(role._state.epoch, "default")]
+    assert core.kept_at_call == [[1, 2, 3, 4, 5]], "freed before the writes were ended"
     assert kept(role) == []
     for ask in (Renew(epoch, (handle,)), Release(epoch, (handle,))):
         with pytest.raises(HandoffError) as refused:
             role._answer(ask)
         assert refused.value.reason is Reason.PEER_CHANGED
-    assert role._answer(DirectoryRequest(role._directory.version, "d")).epoch != epoch
+    assert role._answer(DirectoryRequest(PROTOCOL_VERSION, PROTOCOL_VERSION, "d")).epoch != epoch
     # A request that was under way has blocks of both epochs: its answer names no hold.
     assert role.request_finished(computing, (OTHERS,), is_complete=True) == (False, None)
     again = run_prefill(role, PROMPT, BLOCKS)
@@ -133,7 +143,7 @@ def test_a_decode_engine_that_is_reset_loads_no_prompt_of_before(make_role: Any)
     assert next_step(decode).loads[0].error is None
     decode.reset_cache()
     assert next_step(decode).outdated == ["loading"]
-    assert decode._state.leases.num_requests == 1, "ranks may still read for the one that loads"
+    assert decode._state.leases.num_requests == 1, "sources may still write for the one that loads"
     decode.update_state_after_alloc(waiting, allocated(OTHERS), len(PROMPT))
     [order] = next_step(decode).loads
     assert order.error.reason is Reason.WEIGHTS_CHANGED
@@ -205,6 +215,50 @@ def test_a_load_that_has_landed_is_not_believed_after_a_reset(reset: str, asynch
     assert decode.connector._scheduler._outdated == set()
 
 
+def test_a_reset_fails_open_writes_and_refuses_announcements_of_before(make_engine: Any) -> None:
+    """Else a destination would get what the new weights compute, under a prompt that it announced before."""
+    prefill, decode = (make_engine({"l.0": full(1), "l.1": full(1)}) for _ in range(2))
+    prefill.ask("before", [1, 2, 3], {})  # the ranks learn of their engine with its steps
+    worker, core = prefill.worker._worker, prefill.connector._scheduler._engine._core
+    core.collective_rpc = lambda call, _, arguments: worker.end_former_epoch(*arguments)
+    writer, announced = worker._source.writer, list[Announce]()
+    answer = writer.answer
+
+    def record(question: Any) -> Any:
+        if isinstance(question, Announce):
+            announced.append(question)
+        return answer(question)
+
+    writer.answer = record
+    params = to_decode("concurrent", prefill, None)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, extra_args={"kv_transfer_params": params})
+    decode._tokens["d"] = list(PROMPT)
+    decode.scheduler.add_request(Request("d", list(PROMPT), sampling, None, block_hasher=decode._hasher))
+    reasons: list[FinishReason] = []
+
+    def step() -> None:
+        output = decode.scheduler.schedule()
+        for outputs in decode.scheduler.update_from_output(output, decode._execute(output)).values():
+            reasons.extend(each.finish_reason for each in outputs.outputs if each.finish_reason is not None)
+
+    wait_until(lambda: writer._writes.num_open == 1, "nothing is announced", each=step)
+    former = prefill.connector._scheduler._state.epoch
+    assert announced[0].engine_epoch == former
+    assert prefill.connector.reset_cache()
+    assert writer._writes.num_open == 0
+    wait_until(lambda: bool(reasons), "the load does not end", each=step)
+    assert reasons == [FinishReason.ERROR]
+    assert [*decode.worker.get_kv_connector_stats().data["failures"]] == [Reason.WEIGHTS_CHANGED.value]
+    prefill.ask("after", [1, 2, 3], {})
+    for epoch in (former, former ^ 1):
+        key = msgspec.structs.replace(announced[0].key, number=announced[0].key.number + 1)
+        again = msgspec.structs.replace(announced[0], key=key, engine_epoch=epoch)
+        with pytest.raises(HandoffError) as refused:
+            answer(again)
+        assert refused.value.reason is Reason.PEER_CHANGED
+    assert writer._writes.num_open == 0
+
+
 def test_a_reset_waits_for_no_rank_for_ever(make_role: Any) -> None:
     """VLLM would take the answer that comes later for that of another call, so the engine ends."""
     role = make_role(FULL)
@@ -224,7 +278,7 @@ def test_a_reset_waits_for_no_rank_for_ever(make_role: Any) -> None:
 
 
 def test_bootstrap_queries_are_answered_with_the_new_epoch(make_role: Any) -> None:
-    role = make_role(FULL, mode="push")
+    role = make_role(FULL)
     role.publish([RANK])
     role.update_state_after_alloc(request(PROMPT, {"do_remote_decode": True, "transfer_id": "x"}), allocated(BLOCKS), 0)
     address = f"http://127.0.0.1:{role._source.bootstrap.port}"
@@ -264,20 +318,6 @@ def test_a_prefix_cache_is_reset_beside_held_blocks_which_stay() -> None:
     assert pool.get_num_free_blocks() == 3
 
 
-def test_a_rank_clears_its_words_at_once_and_publishes_none_of_a_step_under_way() -> None:
-    words = GuardWords(4)
-    step_words = StepWords(words, HOST)
-    first, second = bytes(range(1, 17)), bytes(range(2, 18))
-    step_words.begin([], [Held(1, first), Held(2, second)])
-    assert words.array.any()
-    step_words.clear_all()
-    assert not words.array.any()
-    step_words.finish()
-    assert not words.array.any()
-    step_words.begin([], [Held(1, second)])
-    assert words.array[1].tobytes() == second, "the next epoch begins"
-
-
 def test_every_role_of_a_process_is_told() -> None:
     told: list[Any] = []
 
@@ -287,9 +327,9 @@ def test_every_role_of_a_process_is_told() -> None:
 
     role = Role()
     ROLES.add(role)
-    end_former_epoch(SimpleNamespace(), ["x"], "step-12")
+    end_former_epoch(SimpleNamespace(), 7, "step-12")
     ROLES.discard(role)
-    assert (["x"], "step-12") in told
+    assert (7, "step-12") in told
 
 
 def test_a_decode_rank_compares_every_engine_anew() -> None:

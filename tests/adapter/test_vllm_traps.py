@@ -18,15 +18,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.execution.device import HOST
 from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import GuardWords, Scratch
-from kvferry.execution.read import Read
+from kvferry.execution.job import JobResult, Phase
 from kvferry.handoff.holds import lease_lost
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate.shards import group_shapes
-from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
 from kvferry.plan.request import GroupBlocks
 
 from .scheduler_requests import FULL, PROMPT, STATE, allocated, next_step, request, run_prefill
@@ -200,25 +197,41 @@ def test_trap_10_vllm_ascend_14142_a_rejection_before_admission_lets_the_remote_
     assert next_step(decode).loads == []
 
 
+class Ended:
+    """A load that is over when the executor first looks at it."""
+
+    fills_blocks, is_for_log, can_wait = True, False, False
+    given_up_at: float | None = None
+
+    def __init__(self, job_id: str, error: HandoffError | None) -> None:
+        self.job_id, self.error, self.phase = job_id, error, Phase.PREPARING
+
+    def advance(self, now: float) -> bool:
+        self.phase = Phase.DONE
+        return True
+
+    def is_ending(self, now: float) -> bool:
+        return False
+
+    def cancel(self, error: HandoffError) -> None:
+        self.error = self.error or error
+
+    def result(self, finished_at: float) -> JobResult:
+        return JobResult(self.job_id, self.error)
+
+
 class CountedRank:
     """A worker's role with an executor, without an engine; its loads fail as the test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.role = make_worker_role(monkeypatch, Settings(transport="memcpy"))
-        self.executor = Executor(Scratch(num_words=4))
-        engines = SimpleNamespace(close=lambda: None)
-        self.role._rank = SimpleNamespace(executor=self.executor, source_engines=engines, client=engines)
-        self.role._source, self.role._destination = PullSource(HOST, GuardWords(1)), PullDestination(self.role._rank)
+        self.executor = Executor()
+        self.role._rank = SimpleNamespace(executor=self.executor, client=SimpleNamespace(close=lambda: None))
         self.role._account = lambda result: None
 
     def submit(self, request_id: str, error: HandoffError | None) -> None:
-        def prepare() -> Any:
-            if error is not None:
-                raise error
-            return ()
-
         self.role._orders[request_id] = PromptLoad(request_id, 20.0)
-        self.executor.submit(Read(request_id, prepare, time.monotonic() + 20))
+        self.executor.submit(Ended(request_id, error))
 
     def output(self) -> Any:
         received, failed = self.role.take_finished()
@@ -243,7 +256,7 @@ def test_trap_11_every_rank_reports_a_request_once(monkeypatch: pytest.MonkeyPat
             refused = PromptLoad("refused", 1.0, error=lease_lost("refused"))
             orders = StepMetadata(loads=[refused], aborted=["aborted"])
             rank.role.begin_step(orders)
-            rank.role.start_loads(orders)
+            rank.role.end_loads(orders)
         end = time.monotonic() + 20
         last = 0.0
         while time.monotonic() < end and (last == 0.0 or time.monotonic() < last + 0.1):

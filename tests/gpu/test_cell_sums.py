@@ -25,9 +25,10 @@ def test_sums_of_the_device_are_those_of_the_processor(layout: NamedLayout, head
         place = {"base_address": address, "device": device}
         shard = shard_for(layers=["0", "1"], layout=layout, **place, **sizes)  # type: ignore[arg-type]
         grid = CellGrid(shard.groups[0])
-        memory = CellMemory(shard, shard.groups[0].components[0], grid, grid.parts[0])
-        layers, heads, blocks = (each.ravel() for each in np.meshgrid([0, 1], [0, 1], [0, 1, 2, 3], indexing="ij"))
-        places = memory.places(layers, heads, blocks, np.zeros(len(blocks), np.int64))
-        num_tokens = np.arange(len(blocks)) % 16 + 1
+        component = shard.groups[0].components[0]
+        memory = CellMemory(shard, component, grid, grid.parts[0])
+        places = np.add.outer(memory.cells, np.arange(4) * component.block_stride).ravel()
+        num_tokens = np.arange(len(places)) % 16 + 1
         found.append(CellSums(memory).sums(places, num_tokens))
-    assert np.array_equal(*found)
+    of_processor, of_device = found
+    assert np.array_equal(of_processor, of_device)

@@ -1,20 +1,18 @@
-"""The suite of transports on memory of real devices, between two processes, and the guard word's second look there."""
+"""The suite of transports on memory of real devices, between two processes."""
 
 from kvferry.testing.transport_suite import TransportSuite
 
-from ..local.second_look import SecondLook
 
-
-class TestOneDevice(TransportSuite, SecondLook):
+class TestOneDevice(TransportSuite):
     factory = "kvferry.transport.nixl:NixlTransport"
     memory = "kvferry.testing.transport_memory:CudaMemory"
 
 
-class TestSecondDevice(TransportSuite, SecondLook):
+class TestSecondDevice(TransportSuite):
     factory = "kvferry.transport.nixl:NixlTransport"
     memory = "kvferry.testing.transport_memory:SecondCudaMemory"
 
 
-class TestMooncake(TransportSuite, SecondLook):
+class TestMooncake(TransportSuite):
     factory = "kvferry.transport.mooncake:MooncakeTransport"
     memory = "kvferry.testing.transport_memory:CudaMemory"

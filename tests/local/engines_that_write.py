@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from enum import Enum
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ class Batches(Enum):
 class Parts:
     """The parts of every rank: transports, a transfer thread, a client and a listener."""
 
-    def __init__(self, rank: Rank, faults: FaultPlan | None = None, transport: str = "cma") -> None:
+    def __init__(self, rank: Any, faults: FaultPlan | None = None, transport: str = "cma") -> None:
         self.rank = rank
         opened = open_transport(transport)
         self.transports = TransportSet({transport: opened if faults is None else FaultyTransport(opened, faults)})
@@ -101,7 +102,7 @@ def recorded_questions(rank: Parts) -> list[Question]:
 class SendingRank(Parts):
     def __init__(
         self,
-        rank: Rank,
+        rank: Any,
         faults: FaultPlan | None,
         batches: Batches,
         transport: str = "cma",
@@ -117,7 +118,7 @@ class SendingRank(Parts):
         )
         self.entry = RankEntry(
             rank.shard.tp_rank,
-            0,
+            rank.shard.pp_rank,
             shard,
             self.end_points,
             self.answers_at,
@@ -150,9 +151,12 @@ class SendingEngine:
         transport: str = "cma",
         process: ProcessIdentity | None = None,
         integrity: Integrity = Integrity.OFF,
+        ranks: Sequence[Any] = (),
     ) -> None:
-        """``process`` stands for the processes of the ranks, which are in this one."""
-        every = filled_ranks(tp_size, layout)
+        """``process`` stands for the processes of the ranks, which are in this one; ``ranks`` are others than those of
+        one pipeline stage.
+        """
+        every = ranks or filled_ranks(tp_size, layout)
         self.ranks = [SendingRank(rank, faults, batches, transport, process, integrity) for rank in every]
         entries = tuple(rank.entry for rank in self.ranks)
         self.listener = Server(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "p", EPOCH, IDENTITY, entries))
@@ -192,7 +196,7 @@ class SendingEngine:
 class ReceivingRank(Parts):
     def __init__(
         self,
-        rank: Rank,
+        rank: Any,
         engine_id: str = "d",
         transport: str = "cma",
         fence_seconds: float = destination.FENCE_SECONDS,
@@ -200,7 +204,7 @@ class ReceivingRank(Parts):
     ) -> None:
         super().__init__(rank, transport=transport)
         self.engines = SourceEngines(rank.shard, IDENTITY, engine_id, SECONDS, compares=compares)
-        name = f"{engine_id}/{rank.tp_rank}"
+        name = f"{engine_id}/{rank.shard.tp_rank}"
         self.answerer = self.announcer = Announcer(
             self.own(name), self.answers_at, SECONDS, keeps_events=True, fence_seconds=fence_seconds
         )

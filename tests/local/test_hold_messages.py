@@ -37,7 +37,7 @@ class PrefillServer:
     """A prefill engine's control side: a real listener before a real state machine."""
 
     def __init__(self, num_holds: int = 0) -> None:
-        self.holds = Holds(EPOCH, num_slots=max(1, num_holds), lease_seconds=LEASE)
+        self.holds = Holds(EPOCH, max_holds=max(1, num_holds), lease_seconds=LEASE)
         self.handles = []
         for number in range(num_holds):
             hold = self.holds.begin(f"r{number}")

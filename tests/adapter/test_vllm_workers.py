@@ -1,4 +1,4 @@
-"""The workers' roles in push mode: vLLM's steps, real messages and bytes, no engine."""
+"""The workers' roles: vLLM's steps, real messages and bytes, no engine."""
 
 import json
 import os
@@ -20,8 +20,9 @@ from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.execution import announce, executor, peers
+from kvferry.execution import destination, executor, peers
 from kvferry.handoff.adapters import NO_ADAPTER, Adapter
+from kvferry.handoff.holds import is_of_hold, transfer_of
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -33,17 +34,17 @@ from kvferry.handoff.messages import (
     Release,
     StillWriting,
 )
-from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import EngineEndPoint, PromptLoad, AnnouncedPrompt, StepMetadata
+from kvferry.integrations.vllm.step import AnnouncedPrompt, EngineEndPoint, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate.shards import decode_rank_entry
 from kvferry.integrations.vllm.worker import role as worker_role
+from kvferry.integrations.vllm.worker.handoff import Source
 from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps
-from kvferry.integrations.vllm.worker.push import PushSource
 from kvferry.layout.group import CacheKind
 from kvferry.plan import digest_cells
 from kvferry.transport.end_points import own_identity
@@ -54,12 +55,15 @@ from .worker_roles import make_worker_role
 
 SECONDS = 20.0
 SOURCE_IDS, TARGET_IDS = [5, 1, 4], [0, 3, 2]
+TRANSFER, HOLD = Handle("x", 0), Handle("x", 3)
 
 
 class Workers:
     """A prefill engine of two ranks with these settings and a decode engine of one."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, keys: str = "", **settings: Any) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, folder: Path, keys: str = "", handle: Handle = TRANSFER, **settings: Any
+    ) -> None:
         self.folder, self._keys = folder, keys
         decode_integrity = settings.pop("decode_integrity", settings.get("integrity", "auto"))
         self.sources, self.target = filled_ranks(2), Rank(0, 1)
@@ -77,17 +81,26 @@ class Workers:
             return directory
 
         self.listener = Server(HOST, 0, answer, keys=Keys(keys) if keys else None)
-        self.hold = RemoteHold("p", EPOCH, HOST, self.listener.port, Handle("x", 0))
+        self.hold = RemoteHold("p", EPOCH, HOST, self.listener.port, handle)
+        self.transfer_id = transfer_of(handle)
 
     def _role(self, patch: pytest.MonkeyPatch, engine_id: str, rank: Rank, **more: Any) -> Any:
         log = str(self.folder / engine_id)
-        settings = Settings(mode="push", transport="cma", transfer_log=log, keys=self._keys, **more)
+        settings = Settings(transport="cma", transfer_log=log, keys=self._keys, **more)
         return make_worker_role(patch, settings, rank.shard, engine_id)
 
     def announce(self, request_id: str = "r", seconds: float = SECONDS, adapter: str = "") -> None:
         blocks = (whole_blocks("full", [0] * 3, TARGET_IDS),)
-        prompt = AnnouncedPrompt("x", 3 * BLOCK_SIZE, "prompt", adapter)
-        order = PromptLoad(request_id, seconds, self.hold, None, 3 * BLOCK_SIZE, blocks, pushed=prompt)
+        prompt = AnnouncedPrompt(self.transfer_id, 3 * BLOCK_SIZE, "prompt", adapter)
+        order = PromptLoad(
+            request_id,
+            seconds,
+            self.hold,
+            3 * BLOCK_SIZE,
+            blocks,
+            announced=prompt,
+            source_block_sizes=(BLOCK_SIZE,),
+        )
         self.step([self.receiver], StepMetadata(loads=[order]))
 
     def step(self, roles: list[Any], orders: StepMetadata) -> None:
@@ -95,13 +108,15 @@ class Workers:
         for role in roles:
             role.void_transfers(orders)
             role.begin_step(orders)
-            role.start_loads(orders)
+            role.end_loads(orders)
             role.finish_step()
 
     def compute(self, num_final: int, adapter: Adapter = NO_ADAPTER) -> None:
         num_tokens = 3 * BLOCK_SIZE
         prompt = Prompt(num_tokens, "prompt", {"full": BlockList(0, SOURCE_IDS)}, num_final, adapter)
-        self.step(self.senders, StepMetadata(prompts=[("x", prompt)]))
+        told = [(self.transfer_id, prompt)]
+        is_transfer = not is_of_hold(self.transfer_id)
+        self.step(self.senders, StepMetadata(prompts=told) if is_transfer else StepMetadata(finished=told))
 
     def finished(self) -> tuple[set[str], set[str]]:
         found: tuple[set[str], set[str]] = set(), set()
@@ -144,7 +159,7 @@ def test_a_rank_of_a_draining_engine_refuses_announcements_by_that_reason(
 
 
 @pytest.mark.parametrize("is_announced_first", [True, False])
-def test_a_prompt_of_another_adapter_is_not_pushed_and_both_logs_say_why(
+def test_a_prompt_of_another_adapter_is_not_written_and_both_logs_say_why(
     is_announced_first: bool, workers: Workers, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing of it is written, in whichever order the two engines come to know of each other."""
@@ -179,7 +194,7 @@ def test_ranks_of_all_engines_of_a_host_share_a_range_of_ports(monkeypatch: pyte
     try:
         roles = [*workers.senders, workers.receiver]
         entries = [decode_rank_entry(role.get_handshake_metadata().entry) for role in roles]
-        found = [entry.push_end_point.port for entry in entries if entry.push_end_point is not None]
+        found = [entry.answers_at.port for entry in entries]
         assert len(set(found)) == 3
         assert set(found) <= set(ports) - {taken.port}
         workers.announce()
@@ -199,7 +214,7 @@ def test_the_secret_of_reports_is_in_no_log_of_a_failed_step() -> None:
     assert "unguessable" not in prepare_object_to_dump(orders)
 
 
-def test_a_prompt_in_chunks_is_received_once_all_ranks_have_pushed(workers: Workers) -> None:
+def test_a_prompt_in_chunks_is_received_once_all_ranks_have_written(workers: Workers) -> None:
     workers.announce()
     for num_final in (BLOCK_SIZE + 1, END):
         assert workers.receiver.take_finished() == (set(), set())
@@ -211,20 +226,20 @@ def test_a_prompt_in_chunks_is_received_once_all_ranks_have_pushed(workers: Work
 
 
 @pytest.mark.parametrize("integrity", ["auto", "sample", "full"])
-def test_a_pushed_block_that_never_arrived_fails_the_request(
+def test_a_written_block_that_never_arrived_fails_the_request(
     integrity: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The transport loses the last source's part of one block; the request after the next push is right."""
+    """The transport loses the last source's part of one block; the request after the next write is right."""
     workers = Workers(monkeypatch, tmp_path, integrity=integrity)
-    note, lost = announce.AwaitedLoad._note_pushed, [TARGET_IDS[1]]
+    note, lost = destination.AwaitedLoad._note_written, [TARGET_IDS[1]]
 
-    def lose(push: Any, receiving: Any, event: Any) -> None:
+    def lose(job: Any, load: Any, event: Any) -> None:
         if event.source_index == 1:
             columns = workers.target.cache.shape[1] // 2
             workers.target.cache[lost, columns:] = 0
-        note(push, receiving, event)
+        note(job, load, event)
 
-    monkeypatch.setattr(announce.AwaitedLoad, "_note_pushed", lose)
+    monkeypatch.setattr(destination.AwaitedLoad, "_note_written", lose)
     try:
         workers.announce()
         workers.compute(END)
@@ -243,22 +258,22 @@ def test_a_pushed_block_that_never_arrived_fails_the_request(
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [("off", "sample"), ("sample", "full"), ("off", "auto")])
-def test_pushes_of_an_engine_that_has_fewer_digests(
+def test_writes_of_an_engine_that_has_fewer_digests(
     prefill: str, decode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Refused, but where nobody has asked for digests: engines of an earlier version have none."""
+    """Refused, but where nobody has asked for digests: an engine may have none."""
     workers = Workers(monkeypatch, tmp_path, integrity=prefill, decode_integrity=decode)
     try:
         workers.announce()
         workers.compute(END)
         assert workers.finished() == ({"r"}, set() if decode == "auto" else {"r"})
-        assert ("is not compared: the engine has no digests" in caplog.text) == (decode == "auto")
+        assert ("is not compared: the engine computes no digests" in caplog.text) == (decode == "auto")
         assert (f'"integrity": "{decode}", the prefill engine "{prefill}"' in caplog.text) == (decode != "auto")
     finally:
         workers.close()
 
 
-def test_a_push_of_numbers_that_have_no_digests_compares_nothing_by_default(
+def test_a_write_of_numbers_that_have_no_digests_compares_nothing_by_default(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engines say so, and do not refuse each request."""
@@ -274,7 +289,7 @@ def test_a_push_of_numbers_that_have_no_digests_compares_nothing_by_default(
         workers.close()
 
 
-def test_a_prompt_is_pushed_between_engines_with_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_prompt_is_written_between_engines_with_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every rank's end point has the keys: the handshake, introductions, announcements and reports are encrypted."""
     workers = Workers(monkeypatch, tmp_path, str(make_keys(tmp_path / "keys").folder))
     try:
@@ -298,7 +313,7 @@ def test_llm_d_2368_both_engines_log_a_line_per_request_and_rank_and_the_sender_
     assert line["request_id"] == "r"
     assert line["events"]["committed_at"] > max(line["events"]["announced_at"].values())
     for tp_rank in (0, 1):
-        step, sent = sorted(lines(workers.folder / f"p.rank{tp_rank}"), key=lambda line: "push" in line)
+        step, sent = sorted(lines(workers.folder / f"p.rank{tp_rank}"), key=lambda line: "write" in line)
         [batch] = sent["events"]["batches"]
         assert (sent["events"]["transfer_id"], sent["rank"], sent["error"]) == ("x", tp_rank, None)
         assert (sent["bytes"], sent["descriptors"]) == (batch["bytes"], batch["descriptors"])
@@ -334,7 +349,7 @@ def test_an_announcement_after_the_prompt_catches_up(workers: Workers) -> None:
 
 
 def test_trap_2_blocks_are_announced_only_when_what_clears_them_is_done(workers: Workers) -> None:
-    """New blocks are zeroed at the begin of the step that orders the push, on a GPU perhaps after the call returned."""
+    """New blocks are zeroed at the begin of the step that orders the load, on a GPU perhaps after the call returned."""
     cleared = threading.Event()
     mark = SimpleNamespace(is_over=cleared.is_set, wait=cleared.wait)
     workers.receiver._order = SimpleNamespace(is_immediate=False, mark=lambda: mark, wait_for=lambda _: None)
@@ -355,11 +370,61 @@ def test_a_prompt_that_one_rank_gives_up_fails(workers: Workers) -> None:
     assert workers.finished() == ({"r"}, {"r"})
 
 
-def test_a_rank_whose_push_fails_releases_the_hold(workers: Workers) -> None:
+def test_a_rank_whose_load_fails_releases_a_routers_transfer(workers: Workers) -> None:
     """VLLM fails a request when all of its ranks have ended: others would wait for a prompt that nobody takes."""
     workers.announce(seconds=0.2)
     assert workers.finished() == ({"r"}, {"r"})
-    wait_until(lambda: workers.released == [Release(EPOCH, (Handle("x", 0),))])
+    wait_until(lambda: workers.released == [Release(EPOCH, (TRANSFER,))])
+
+
+@pytest.fixture
+def holding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Workers]:
+    """Workers of engines for which a router sends the prefill engine's answer on."""
+    made = Workers(monkeypatch, tmp_path, handle=HOLD, integrity="full")
+    yield made
+    made.close()
+
+
+def test_a_held_prompt_is_written_and_its_blocks_stay_as_they_were(holding: Workers) -> None:
+    """A hold serves each load until it ends."""
+    holding.compute(END)
+    for request_id in ("r", "again"):
+        holding.target.cache[:] = 0
+        holding.announce(request_id)
+        assert holding.finished() == ({request_id}, set())
+        assert arrived(holding)
+
+
+def test_a_prompt_that_earlier_steps_have_computed_is_written(holding: Workers) -> None:
+    prompt = Prompt(3 * BLOCK_SIZE, "prompt", {"full": BlockList(0, SOURCE_IDS)}, END)
+    holding.step(holding.senders, StepMetadata(held=[(holding.transfer_id, prompt)]))
+    holding.announce()
+    assert holding.finished() == ({"r"}, set())
+    assert arrived(holding)
+
+
+@pytest.mark.parametrize("call", ["void_transfers", "begin_step"])
+def test_a_step_that_ends_a_hold_ends_its_writes_before_vllm_clears_new_blocks(call: str, holding: Workers) -> None:
+    """Blocks of a hold that yields are among them: vLLM calls ``handle_preemptions`` first."""
+    holding.compute(END)
+    for role in holding.senders:
+        getattr(role, call)(StepMetadata(ended_transfers=[holding.transfer_id]))
+    holding.announce()
+    is_ended = call == "void_transfers"
+    assert holding.finished() == ({"r"}, {"r"} if is_ended else set())
+    assert holding.target.cache.any() != is_ended
+
+
+def test_a_hold_that_no_rank_knows_fails_at_once_and_is_not_released_by_a_rank(
+    holding: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The scheduler releases it, once all ranks have ended."""
+    holding.announce()
+    assert holding.finished() == ({"r"}, {"r"})
+    assert Reason.DEADLINE_EXCEEDED.value not in caplog.text
+    assert not holding.target.cache.any()
+    time.sleep(0.1)
+    assert not holding.released
 
 
 def test_a_silent_source_does_not_keep_the_request(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +465,7 @@ def test_a_silent_source_does_not_keep_the_request(workers: Workers, monkeypatch
 @pytest.mark.parametrize("is_quiet", [True, False])
 def test_an_end_point_closes_only_when_its_rank_writes_no_more(is_quiet: bool) -> None:
     """A destination asks there whether the rank has stopped writing."""
-    source = object.__new__(PushSource)
+    source = object.__new__(Source)
     source.writer, source._end_point = Mock(is_quiet=is_quiet), Mock()
     source.close()
     assert source._end_point.close.called == is_quiet
@@ -420,14 +485,14 @@ def test_fences_are_counted_once(workers: Workers) -> None:
 def test_a_rank_names_its_process_and_fences_after_the_time_that_is_set(workers: Workers) -> None:
     entry = decode_rank_entry(workers.senders[0].get_handshake_metadata().entry)
     assert entry.process == own_identity()
-    assert workers.receiver._destination.announcer.fence_seconds == Settings(mode="push").fence_seconds == 60.0
+    assert workers.receiver._destination.announcer.fence_seconds == Settings().fence_seconds == 60.0
 
 
 def test_a_rank_of_a_later_stage_names_its_stage_and_its_place_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers that plan from the directory take its layers and heads for those of this place."""
     stage = SimpleNamespace(rank_in_group=1)
     rank = Rank(1, 2)
-    role = make_worker_role(monkeypatch, Settings(mode="push", transport="cma"), rank.shard, get_pp_group=stage)
+    role = make_worker_role(monkeypatch, Settings(transport="cma"), rank.shard, get_pp_group=stage)
     entry = decode_rank_entry(role.get_handshake_metadata().entry)
     assert (entry.pp_rank, entry.tp_rank) == (1, 1)
     role.shutdown()
@@ -438,7 +503,7 @@ def test_the_transfer_thread_runs_on_the_cores_that_are_set_and_reports_to_its_r
 ) -> None:
     """The engine keeps the blocks of the transfers that the thread reports as still writing."""
     core = min(os.sched_getaffinity(0))
-    settings = Settings(mode="push", transport="cma", transfer_cores=(core,))
+    settings = Settings(transport="cma", transfer_cores=(core,))
     role = make_worker_role(monkeypatch, settings, Rank(0, 1).shard)
     executor = role._rank.executor
     assert executor._cores == {core}
@@ -446,7 +511,7 @@ def test_the_transfer_thread_runs_on_the_cores_that_are_set_and_reports_to_its_r
     role.shutdown()
 
 
-def test_a_rank_that_is_pushed_to_connects_to_no_source(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_written_to_connects_to_no_source(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sources write: a way from here to them need not exist."""
     connect = Mock(wraps=workers.receiver._transports.connect)
     monkeypatch.setattr(workers.receiver._transports, "connect", connect)
@@ -542,7 +607,7 @@ def test_a_step_does_not_wait_where_nothing_moves(workers: Workers, monkeypatch:
     assert waits[3:] == [5.0]
     for role in workers.senders:
         role.take_finished(5.0)
-    assert waits[4:] == [0.0] * 2, "a push is no request that this engine waits for"
+    assert waits[4:] == [0.0] * 2, "a write is no request that this engine waits for"
     workers.compute(END)
     assert workers.finished() == ({"r"}, set())
     workers.receiver.take_finished(5.0)
@@ -569,8 +634,8 @@ def test_a_source_may_take_as_long_to_answer_as_a_handshake(workers: Workers) ->
     assert announcer._answer_seconds == workers.receiver._settings.handshake_timeout_seconds
 
 
-def test_a_rank_may_push_and_be_pushed_to_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Reports of its pushes do not take the answers to its announcements."""
+def test_a_rank_may_write_and_be_written_to_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Reports of its writes do not take the answers to its announcements."""
     workers = Workers(monkeypatch, tmp_path)
     back = Server(HOST, 0, lambda _: Directory(PROTOCOL_VERSION, "d", EPOCH, IDENTITY, (entry,)))
     try:
@@ -578,10 +643,10 @@ def test_a_rank_may_push_and_be_pushed_to_at_once(monkeypatch: pytest.MonkeyPatc
         hold = RemoteHold("d", EPOCH, HOST, back.port, Handle("y", 0))
         for number in range(6):
             workers.announce(f"r{number}")
-            # Not those that the same ranks push.
+            # Not those that the same ranks write.
             blocks = (whole_blocks("full", [0], [TARGET_IDS[number % 3]]),)
             order = PromptLoad(
-                f"s{number}", SECONDS, hold, 0, BLOCK_SIZE, blocks, pushed=AnnouncedPrompt("y", 4, "prompt")
+                f"s{number}", SECONDS, hold, BLOCK_SIZE, blocks, announced=AnnouncedPrompt("y", 4, "prompt")
             )
             workers.step(workers.senders, StepMetadata(loads=[order]))
         prompt = Prompt(BLOCK_SIZE, "prompt", {"full": BlockList(0, [5])}, END)

@@ -1,4 +1,4 @@
-"""Pushes and vLLM's GPU engines: what its second model runner and its CUDA graphs do with the connector's calls.
+"""Writes of prompts and GPU engines: what vLLM's second model runner and its CUDA graphs do with the calls.
 
 vLLM's own objects and sources, without a GPU: each test names what kvferry relies on.
 """
@@ -23,9 +23,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvferry.errors import KVFerryError, Reason
-from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.scheduler.push import check_pushable
+from kvferry.integrations.vllm.scheduler.source import tells_after_the_end, written_untold
 from kvferry.integrations.vllm.worker.role import why_layers_are_silent
 
 RUNNER = "vllm.v1.worker.gpu.model_runner"
@@ -56,39 +54,44 @@ CACHES: dict[str, tuple[KVCacheConfig, str]] = {
 }
 
 
-def engine(*, second: bool, is_source: bool = True, caches_prefixes: bool = True) -> Any:
-    parallel = SimpleNamespace(
-        data_parallel_size=1, data_parallel_index=0, pipeline_parallel_size=1, decode_context_parallel_size=1
-    )
+def engine(*, second: bool, caches_prefixes: bool = True, stages: int = 1, drafts: bool = False) -> Any:
+    parallel = SimpleNamespace(pipeline_parallel_size=stages, decode_context_parallel_size=1)
     cache = SimpleNamespace(
         enable_prefix_caching=caches_prefixes, prefix_match_unit=None, block_size=16, mamba_cache_mode="none"
     )
     return SimpleNamespace(
         parallel_config=parallel,
-        kv_transfer_config=SimpleNamespace(is_kv_producer=is_source, engine_id="e"),
         cache_config=cache,
         use_v2_model_runner=second,
-        speculative_config=None,
+        speculative_config=object() if drafts else None,
     )
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_the_second_runner_may_push_where_it_writes_no_block_before_it_calls_the_connector(name: str) -> None:
+def test_the_second_runner_tells_of_prompts_in_steps_where_it_writes_no_block_before_it_calls_the_connector(
+    name: str,
+) -> None:
     found, named = CACHES[name]
-    check_pushable(engine(second=False), found)
-    check_pushable(engine(second=True, is_source=False), found)
-    if not named:
-        check_pushable(engine(second=True), found)
-        return
-    with pytest.raises(KVFerryError, match=named) as refused:
-        check_pushable(engine(second=True), found)
-    assert refused.value.reason is Reason.UNSUPPORTED
-    assert "update_requests" in refused.value.message
-    assert "VLLM_USE_V2_MODEL_RUNNER=0" in refused.value.remedy
+    assert written_untold(engine(second=False), found) == ""
+    assert tells_after_the_end(engine(second=False), found) == ""
+    why = tells_after_the_end(engine(second=True), found)
+    assert bool(why) == bool(named)
+    assert named in why
+    if named:
+        assert named in written_untold(engine(second=True), found)
+        assert "update_requests" in why
 
 
 def test_without_prefix_caching_no_prompt_has_a_part_of_a_block() -> None:
-    check_pushable(engine(second=True, caches_prefixes=False), CACHES["two sizes of blocks"][0])
+    found, _ = CACHES["two sizes of blocks"]
+    assert tells_after_the_end(engine(second=True, caches_prefixes=False), found) == ""
+
+
+@pytest.mark.parametrize(("stages", "drafts"), [(1, True), (2, False), (2, True)])
+def test_stages_with_draft_tokens_tell_of_prompts_after_the_end(stages: int, drafts: bool) -> None:
+    """VLLM tells only the last stage when a step has ended."""
+    why = tells_after_the_end(engine(second=False, stages=stages, drafts=drafts), CACHES["attention"][0])
+    assert ("pipeline stage" in why) == (stages > 1 and drafts)
 
 
 def source_of(name: str) -> dict[str, ast.FunctionDef]:
@@ -217,12 +220,10 @@ def test_breakable_graphs_run_the_report_of_a_layer_outside_of_the_graph() -> No
     assert break_at > 0
 
 
-def test_vllm_may_go_back_to_whole_graphs_after_it_has_asked_the_connector() -> None:
-    """So layers may be silent though kvferry asks for graphs in pieces: pushes then send chunks, and the log says why.
-
-    vLLM asks ``requires_piecewise_for_cudagraph`` first, and resolves the pieces afterwards.
+def test_vllm_may_go_back_to_whole_graphs() -> None:
+    """So layers may be silent even where vLLM is to capture pieces: chunks are then written at the end of each step,
+    and the log says why.
     """
-    assert KVFerryConnector.requires_piecewise_for_cudagraph({"mode": "push"})
     compilation = CompilationConfig(mode=CompilationMode.VLLM_COMPILE, cudagraph_mode=CUDAGraphMode.PIECEWISE)
     compilation.pass_config.fuse_attn_quant = True
     compilation.set_splitting_ops_for_v1("naive")

@@ -1,5 +1,6 @@
-"""Engines that are pipelines: a decode rank reads the layers of its stage from whatever stages hold them."""
+"""Engines that are pipelines: a decode rank gets the layers of its stage from whatever stages hold them."""
 
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -7,30 +8,35 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.errors import Reason
+from kvferry.errors import KVFerryError, Reason
+from kvferry.execution.destination import Announcement, SourceRank
+from kvferry.handoff.holds import transfer_of
+from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.layout.component import heads_of_rank
 from kvferry.layout.dense import shard_for
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
-from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.protocol import Region
 
 from . import cache_memory
 from .engines_in_process import (
     BLOCK_SIZE,
+    EPOCH,
     HEAD_SIZE,
     HEADS,
     ITEMSIZE,
     NUM_BLOCKS,
-    SLOT,
     DecodeRank,
     PrefillEngine,
     whole_blocks,
 )
+from .engines_that_write import HELD, SECONDS, Batches, Pairs, ReceivingRank, SendingEngine, engines
+
+__all__ = ["engines"]
 
 PAGE_BYTES = BLOCK_SIZE * HEAD_SIZE * 2 * ITEMSIZE
-WINDOW = 8
+WINDOW, NUM_TOKENS = 8, 8
 # Layers by cache group, stage by stage. Layer 3 is the only one of group "2", and group "1" is in two of three stages.
 WHOLE = ({"0": ["0", "4", "5"], "1": ["1", "2"], "2": ["3"]},)
 HALVES = ({"0": ["0"], "1": ["1", "2"]}, {"0": ["4", "5"], "2": ["3"]})
@@ -111,19 +117,16 @@ def filled(ranks: Sequence[StageRank]) -> list[StageRank]:
 
 @pytest.fixture
 def prefill() -> Iterator[PrefillEngine]:
-    engine = PrefillEngine("memcpy", filled(ranks_of(HALVES, 2)))
+    engine = PrefillEngine(filled(ranks_of(HALVES, 2)))
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def decode() -> Iterator[DecodeRank]:
-    rank = DecodeRank("memcpy", StageRank(WHOLE, 0, 0, 1))
-    yield rank
-    rank.transports.close()
+def decode() -> DecodeRank:
+    return DecodeRank(StageRank(WHOLE, 0, 0, 1))
 
 
-@pytest.mark.parametrize("strategy", [Strategy.DIRECT, Strategy.SCATTER])
 @pytest.mark.parametrize(
     ("prefill_stages", "prefill_tp", "decode_stages", "decode_tp", "num_sources"),
     [
@@ -142,38 +145,37 @@ def test_a_stage_gets_its_layers_from_the_stages_that_hold_them(
     decode_stages: Stages,
     decode_tp: int,
     num_sources: Sequence[int],
-    strategy: Strategy,
+    engines: Pairs,
 ) -> None:
-    prefill = PrefillEngine("memcpy", filled(ranks_of(prefill_stages, prefill_tp)))
+    prefill = SendingEngine(0, None, Batches.CHUNKS, ranks=filled(ranks_of(prefill_stages, prefill_tp)))
+    engines.senders.append(prefill)
     moved = {blocks.group: dict(zip(blocks.source_ids, blocks.destination_ids, strict=True)) for blocks in ASKED}
-    try:
-        for rank, expected in zip(ranks_of(decode_stages, decode_tp), num_sources, strict=True):
-            decode = DecodeRank("memcpy", rank, strategy=strategy)
-            result = decode.load_blocks(prefill.hold(), ASKED)
-            decode.transports.close()
-            assert (result.error, result.num_sources) == (None, expected)
-            for group, labels in rank.labelled(moved).items():
-                np.testing.assert_array_equal(rank.cache[group], labels, f"{rank.shard.rank_name}, group {group}")
-    finally:
-        prefill.close()
+    held = {blocks.group: BlockList(blocks.source_first_token, blocks.source_ids) for blocks in ASKED}
+    hold = prefill.hold(HELD)
+    for rank in prefill.ranks:
+        blocks = {group: held[group] for group in rank.rank.layers}
+        rank.writer.hold([(transfer_of(HELD), Prompt(NUM_TOKENS, "prompt", blocks, END))])
+    for rank, expected in zip(ranks_of(decode_stages, decode_tp), num_sources, strict=True):
+        decode = ReceivingRank(rank)
+        engines.receivers.append(decode)
 
+        def find(decode: ReceivingRank = decode) -> list[SourceRank] | None:
+            engine = decode.engines.get(hold)
+            return None if engine is None else engine.sources(transfer_of(HELD), ASKED)
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_hold_that_has_ended_in_one_stage_is_no_hold(prefill: PrefillEngine, decode: DecodeRank, stage: int) -> None:
-    """Stages clear their guard words when they get to it, one after the other."""
-    for words in prefill.words[2 * stage : 2 * stage + 2]:
-        words.clear(SLOT)
-    result = decode.load_blocks(prefill.hold(), ASKED)
-    assert result.error is not None
-    assert result.error.reason is Reason.SOURCE_CHANGED
+        deadline = time.monotonic() + SECONDS
+        decode.announcer.announce(Announcement("r", transfer_of(HELD), NUM_TOKENS, "prompt", deadline, EPOCH), find)
+        result = decode.result()
+        assert (result.error, result.num_sources) == (None, expected)
+        for group, labels in rank.labelled(moved).items():
+            np.testing.assert_array_equal(rank.cache[group], labels, f"{rank.shard.rank_name}, group {group}")
 
 
 def test_a_layer_that_no_stage_holds_is_refused_by_name(prefill: PrefillEngine) -> None:
-    decode = DecodeRank("memcpy", StageRank(({"0": ["0"]}, {"0": ["4", "draft.0"]}), 1, 0, 1))
+    decode = DecodeRank(StageRank(({"0": ["0"]}, {"0": ["4", "draft.0"]}), 1, 0, 1))
     error = decode.refusal(prefill.hold())
     assert error.reason is Reason.LAYER_MISMATCH
     assert "group '0': no source has layers draft.0" in error.message
-    decode.transports.close()
 
 
 def test_a_layer_in_two_stages_is_refused(prefill: PrefillEngine, decode: DecodeRank) -> None:
@@ -194,7 +196,7 @@ def test_a_directory_without_a_stage_or_rank_is_refused(prefill: PrefillEngine, 
 def test_a_directory_that_mistakes_its_ranks_is_refused(prefill: PrefillEngine, decode: DecodeRank) -> None:
     whole = prefill.directory().ranks
     renamed = msgspec.structs.replace(whole[0], pp_rank=1)
-    other_size = PrefillEngine("memcpy", filled(ranks_of(HALVES, 1)))
+    other_size = PrefillEngine(filled(ranks_of(HALVES, 1)))
     wrong = {
         "twice": (*whole, whole[-1]),
         "another stage": (renamed, *whole[1:]),
@@ -210,11 +212,9 @@ def test_a_directory_that_mistakes_its_ranks_is_refused(prefill: PrefillEngine, 
 
 def test_only_a_stage_of_a_pipeline_may_leave_a_group_to_others(prefill: PrefillEngine, decode: DecodeRank) -> None:
     """Elsewhere a group that the rank does not have is a mistake, and so is one that is left out of its stage."""
-    unknown = decode.load_blocks(prefill.hold(), [*ASKED, whole_blocks("3", [2], [5])])
-    assert unknown.error is not None
-    assert unknown.error.reason is Reason.INVALID_REQUEST
-    stage = DecodeRank("memcpy", StageRank(HALVES, 0, 0, 1))
-    incomplete = stage.load_blocks(prefill.hold(), ASKED[:1])
-    stage.transports.close()
-    assert incomplete.error is not None
-    assert incomplete.error.reason is Reason.INVALID_REQUEST
+    engine = decode.engine(prefill.hold())
+    stage = DecodeRank(StageRank(HALVES, 0, 0, 1)).engine(prefill.hold())
+    for each, asked in ((engine, [*ASKED, whole_blocks("3", [2], [5])]), (stage, ASKED[:1])):
+        with pytest.raises(KVFerryError) as refused:
+            each.sources("x", asked)
+        assert refused.value.reason is Reason.INVALID_REQUEST

@@ -1,4 +1,4 @@
-"""Pushes whose transfer, prompt or engine a client has chosen: refused with a reason, and not a byte is written."""
+"""Writes whose transfer, prompt or engine a client has chosen: refused with a reason, and not a byte is written."""
 
 import msgspec
 import pytest
@@ -6,11 +6,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvferry.handoff.source import END, BlockList, Prompt
-from kvferry.integrations.vllm.step import PromptLoad, AnnouncedPrompt, StepMetadata
+from kvferry.integrations.vllm.step import AnnouncedPrompt, PromptLoad, StepMetadata
 
 from ..local.engines_in_process import BLOCK_SIZE, whole_blocks
-from . import test_vllm_push_workers as shared
-from .test_vllm_push_workers import SOURCE_IDS, TARGET_IDS, Workers, arrived
+from . import test_vllm_workers as shared
+from .test_vllm_workers import SOURCE_IDS, TARGET_IDS, Workers, arrived
 
 workers = shared.workers
 NUM_TOKENS = 3 * BLOCK_SIZE
@@ -20,8 +20,8 @@ OURS, THEIRS = "prompt", "another prompt"
 def announce(workers: Workers, transfer_id: str, num_tokens: int, digest: str, seconds: float = 20.0) -> None:
     """Order a load whose parameters are forged; the digest is that of the decode engine's own prompt."""
     blocks = (whole_blocks("full", [0] * 3, TARGET_IDS),)
-    pushed = AnnouncedPrompt(transfer_id, num_tokens, digest)
-    order = PromptLoad("r", seconds, workers.hold, None, num_tokens, blocks, pushed=pushed)
+    announced = AnnouncedPrompt(transfer_id, num_tokens, digest)
+    order = PromptLoad("r", seconds, workers.hold, num_tokens, blocks, announced=announced)
     workers.step([workers.receiver], StepMetadata(loads=[order]))
 
 
@@ -76,7 +76,7 @@ def test_another_epoch_of_the_engine_is_refused(workers: Workers, caplog: pytest
     assert not workers.target.cache.any()
 
 
-def test_the_right_transfer_of_the_two_is_pushed(workers: Workers) -> None:
+def test_the_right_transfer_of_the_two_is_written(workers: Workers) -> None:
     """The control."""
     compute_both(workers)
     announce(workers, "x", NUM_TOKENS, OURS)
