@@ -33,9 +33,7 @@ class Place(Enum):
 
     BESIDE = "on the destination's host; it writes there itself"
     BUFFERED = "on the destination's host; the destination takes the bytes out of a connection"
-    MAPPED = (
-        "on the destination's host; it has the memory mapped, whatever is closed there, and copies may land late"
-    )
+    MAPPED = "on the destination's host; it has the memory mapped, whatever is closed there, and copies may land late"
     FAR = "on another host: nothing proves its end"
 
 
