@@ -27,7 +27,7 @@ HOST, SECONDS = "127.0.0.1", 10.0
 
 
 def offer(engine_id: str = "p@7") -> Offer:
-    return Offer(PROTOCOL_VERSION, engine_id, EndPoint(HOST, 5600, 7), (16,))
+    return Offer(PROTOCOL_VERSION, PROTOCOL_VERSION, engine_id, EndPoint(HOST, 5600, 7), (16,))
 
 
 def awaited(ask: Callable[[], Offer | None]) -> Offer:
