@@ -10,7 +10,7 @@ from kvferry.integrations.vllm.step import AnnouncedPrompt, PromptLoad, StepMeta
 
 from ..local.engines_in_process import BLOCK_SIZE, whole_blocks
 from . import test_vllm_workers as shared
-from .test_vllm_workers import SOURCE_IDS, TARGET_IDS, Workers, arrived
+from .test_vllm_workers import GROUP, SOURCE_IDS, TARGET_IDS, Workers, arrived
 
 workers = shared.workers
 NUM_TOKENS = 3 * BLOCK_SIZE
@@ -19,7 +19,7 @@ OURS, THEIRS = "prompt", "another prompt"
 
 def announce(workers: Workers, transfer_id: str, num_tokens: int, digest: str, seconds: float = 20.0) -> None:
     """Order a load whose parameters are forged; the digest is that of the decode engine's own prompt."""
-    blocks = (whole_blocks("full", [0] * 3, TARGET_IDS),)
+    blocks = (whole_blocks(GROUP, [0] * 3, TARGET_IDS),)
     announced = AnnouncedPrompt(transfer_id, num_tokens, digest)
     order = PromptLoad("r", seconds, workers.hold, num_tokens, blocks, announced=announced)
     workers.step([workers.receiver], StepMetadata(loads=[order]))
@@ -28,8 +28,8 @@ def announce(workers: Workers, transfer_id: str, num_tokens: int, digest: str, s
 def compute_both(workers: Workers) -> None:
     """The prefill engine computes two prompts, each of its own transfer."""
     prompts = [
-        ("x", Prompt(NUM_TOKENS, OURS, {"full": BlockList(0, SOURCE_IDS)}, END)),
-        ("y", Prompt(NUM_TOKENS, THEIRS, {"full": BlockList(0, SOURCE_IDS[::-1])}, END)),
+        ("x", Prompt(NUM_TOKENS, OURS, {GROUP: BlockList(0, SOURCE_IDS)}, END)),
+        ("y", Prompt(NUM_TOKENS, THEIRS, {GROUP: BlockList(0, SOURCE_IDS[::-1])}, END)),
     ]
     workers.step(workers.senders, StepMetadata(prompts=prompts))
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -39,6 +40,7 @@ from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.connector import KVFerryConnector
+from kvferry.integrations.vllm.scheduler.blocks import group_name
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import AnnouncedPrompt, EngineEndPoint, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate.shards import decode_rank_entry
@@ -56,6 +58,14 @@ from .worker_roles import make_worker_role
 SECONDS = 20.0
 SOURCE_IDS, TARGET_IDS = [5, 1, 4], [0, 3, 2]
 TRANSFER, HOLD = Handle("x", 0), Handle("x", 3)
+GROUP = group_name(0)
+
+
+def named(rank: Rank) -> Rank:
+    """Give the rank's cache group the name that those of vLLM's engines have."""
+    [group] = rank.shard.groups
+    rank.shard = msgspec.structs.replace(rank.shard, groups=(msgspec.structs.replace(group, name=GROUP),))
+    return rank
 
 
 class Workers:
@@ -66,7 +76,7 @@ class Workers:
     ) -> None:
         self.folder, self._keys = folder, keys
         decode_integrity = settings.pop("decode_integrity", settings.get("integrity", "auto"))
-        self.sources, self.target = filled_ranks(2), Rank(0, 1)
+        self.sources, self.target = [named(rank) for rank in filled_ranks(2)], named(Rank(0, 1))
         self.senders = [self._role(patch, "p", rank, **settings) for rank in self.sources]
         ports = settings.get("rank_ports", "")
         self.receiver = self._role(patch, "d", self.target, integrity=decode_integrity, rank_ports=ports)
@@ -90,7 +100,7 @@ class Workers:
         return make_worker_role(patch, settings, rank.shard, engine_id)
 
     def announce(self, request_id: str = "r", seconds: float = SECONDS, adapter: str = "") -> None:
-        blocks = (whole_blocks("full", [0] * 3, TARGET_IDS),)
+        blocks = (whole_blocks(GROUP, [0] * 3, TARGET_IDS),)
         prompt = AnnouncedPrompt(self.transfer_id, 3 * BLOCK_SIZE, "prompt", adapter)
         order = PromptLoad(
             request_id,
@@ -113,7 +123,7 @@ class Workers:
 
     def compute(self, num_final: int, adapter: Adapter = NO_ADAPTER) -> None:
         num_tokens = 3 * BLOCK_SIZE
-        prompt = Prompt(num_tokens, "prompt", {"full": BlockList(0, SOURCE_IDS)}, num_final, adapter)
+        prompt = Prompt(num_tokens, "prompt", {GROUP: BlockList(0, SOURCE_IDS)}, num_final, adapter)
         told = [(self.transfer_id, prompt)]
         is_transfer = not is_of_hold(self.transfer_id)
         self.step(self.senders, StepMetadata(prompts=told) if is_transfer else StepMetadata(finished=told))
@@ -396,7 +406,7 @@ def test_a_held_prompt_is_written_and_its_blocks_stay_as_they_were(holding: Work
 
 
 def test_a_prompt_that_earlier_steps_have_computed_is_written(holding: Workers) -> None:
-    prompt = Prompt(3 * BLOCK_SIZE, "prompt", {"full": BlockList(0, SOURCE_IDS)}, END)
+    prompt = Prompt(3 * BLOCK_SIZE, "prompt", {GROUP: BlockList(0, SOURCE_IDS)}, END)
     holding.step(holding.senders, StepMetadata(held=[(holding.transfer_id, prompt)]))
     holding.announce()
     assert holding.finished() == ({"r"}, set())
@@ -644,12 +654,12 @@ def test_a_rank_may_write_and_be_written_to_at_once(monkeypatch: pytest.MonkeyPa
         for number in range(6):
             workers.announce(f"r{number}")
             # Not those that the same ranks write.
-            blocks = (whole_blocks("full", [0], [TARGET_IDS[number % 3]]),)
+            blocks = (whole_blocks(GROUP, [0], [TARGET_IDS[number % 3]]),)
             order = PromptLoad(
                 f"s{number}", SECONDS, hold, BLOCK_SIZE, blocks, announced=AnnouncedPrompt("y", 4, "prompt")
             )
             workers.step(workers.senders, StepMetadata(loads=[order]))
-        prompt = Prompt(BLOCK_SIZE, "prompt", {"full": BlockList(0, [5])}, END)
+        prompt = Prompt(BLOCK_SIZE, "prompt", {GROUP: BlockList(0, [5])}, END)
         workers.step([workers.receiver], StepMetadata(prompts=[("y", prompt)]))
         workers.compute(END)
         roles, ended = [*workers.senders, workers.receiver], [set[str]() for _ in range(3)]
