@@ -89,15 +89,15 @@ class SourceEngine:
                 f"the request's parameters name engine {engine_id!r} at the address of {self._directory.engine_id!r}.",
                 "Check that the router copies the prefill engine's kv_transfer_params whole.",
             )
+        said = {str(index): size for index, size in enumerate(block_sizes)}
         for shard in self._sources:
             for group in shard.groups:
-                index = int(group.name)
-                if index >= len(block_sizes) or group.block_size != block_sizes[index]:
+                if group.block_size != said.get(group.name):
                     raise HandoffError(
                         Reason.WRONG_PARAMETERS,
                         f"the request's parameters say block sizes {list(block_sizes)} of engine "
-                        f"{self._directory.engine_id!r}, whose cache group {index} has blocks of {group.block_size} "
-                        "tokens.",
+                        f"{self._directory.engine_id!r}, whose cache group {group.name} has blocks of "
+                        f"{group.block_size} tokens.",
                         "Check that the router copies the prefill engine's kv_transfer_params whole.",
                     )
 

@@ -270,7 +270,7 @@ class Source:
         except KVFerryError as error:
             self._refuse(request, error)
             return
-        if num_final > num_tokens and not all(group.kind in WHOLE for group in self._state.groups):
+        if hold.is_transfer and num_final > num_tokens and not all(each.kind in WHOLE for each in self._state.groups):
             # A state goes past the prompt, and blocks that leave a window are freed.
             logger.warning(
                 "kvferry: %s is not held: the step computes more than the prompt.",
