@@ -443,7 +443,7 @@ def trial_of(shard: Shard) -> tuple[SlabTrial, DeviceMemory, Executor]:
     memory = DeviceMemory(shard.regions[0].length)
     memory.content[:] = np.random.default_rng(3).integers(0, 256, memory.nbytes, np.uint8)
     shard = placed(shard, memory)
-    executor = Executor(test_local_copy.Scratch(num_words=1), order=ImmediateOrder())
+    executor = Executor(order=ImmediateOrder())
     return SlabTrial(shard, views_of(shard, memory), ImmediateOrder(), executor, NamedLayout.BLHNC), memory, executor
 
 
@@ -499,7 +499,7 @@ def test_copies_that_never_end_end_the_trial_and_keep_their_memory(
 ) -> None:
     trial, memory, executor = trial_of(attention(0, 1, ["0", "1"]))
     executor.close()
-    stuck = Executor(test_local_copy.Scratch(num_words=1), order=CudaOrder(DEVICE, cuda))
+    stuck = Executor(order=CudaOrder(DEVICE, cuda))
     copies = cuda.streams[-1]
     standin_driver.streams[copies.cuda_stream] = copies
     order: Any = CudaOrder(DEVICE, cuda)
