@@ -3,7 +3,9 @@
 import os
 import socket
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -12,8 +14,17 @@ import pytest
 from kvferry.handoff.messages import Handle, Noted, Release
 from kvferry.handoff.wire.client import ask
 
-from .engine_pool import CONNECTOR_SETTINGS, Engine, EnginePool, Reference, RequestFailed
-from .handoffs import ROUNDED_WAVE, Handoffs, Pair, check_tokens, for_pairs, random_prompt, wait_until_unused
+from .engine_pool import CONNECTOR_SETTINGS, EnginePool, Reference, RequestFailed
+from .handoffs import (
+    ROUNDED_WAVE,
+    Handoffs,
+    Pair,
+    check_tokens,
+    for_pairs,
+    random_prompt,
+    submission_bytes,
+    wait_until_unused,
+)
 from .offloads import kill
 
 pytestmark = pytest.mark.vllm
@@ -40,16 +51,24 @@ def test_garbage_leaves_the_listener_alive(pair: Pair, engine_pool: EnginePool, 
     check_tokens([handoffs.send(prompt)], pair.model, [prompt], reference)
 
 
-def damage(prefill: Engine, params: dict[str, Any]) -> None:
-    """Change every byte that is held: only the digests show it, when all of it has landed, states included."""
-    prefill.call("oracle_poison")
+@contextmanager
+def damage(handoffs: Handoffs, params: dict[str, Any], prompt: Sequence[int]) -> Iterator[None]:
+    """Exchange the halves of what is written: only the digests show it, when all of it has landed, states included."""
+    half = submission_bytes(handoffs, len(prompt)) // 128 * 64
+    handoffs.prefill.set_faults({"swap": {"first": 0, "second": half, "length": half}})
+    try:
+        yield
+    finally:
+        handoffs.prefill.set_faults(None)
 
 
-def end_the_hold(prefill: Engine, params: dict[str, Any]) -> None:
+@contextmanager
+def end_the_hold(handoffs: Handoffs, params: dict[str, Any], prompt: Sequence[int]) -> Iterator[None]:
     handle = Handle(params["remote_request_id"], int(params["kvferry"]["generation"], 16))
     release = Release(params["kvferry"]["epoch"], (handle,))
     assert isinstance(ask(params["remote_host"], params["remote_port"], release, 10.0), Noted)
-    wait_until_unused([prefill])
+    wait_until_unused([handoffs.prefill])
+    yield
 
 
 def both_policies(*names: str) -> list[Any]:
@@ -74,15 +93,15 @@ def test_a_failed_load_of_states_is_an_error_or_is_computed(
     for harm, reasons in ((damage, {"integrity-mismatch"}), (end_the_hold, {"lease-expired", "source-changed"})):
         for prompt in prompts:
             params = handoffs.prefill.prefill(prompt)
-            harm(handoffs.prefill, params)
-            before = handoffs.decode.prompt_tokens()
-            if recomputes:
-                check_tokens([handoffs.decode.decode(prompt, params)], handoffs.pair.model, [prompt], reference)
-                assert (handoffs.decode.prompt_tokens() - before).computed == len(prompt)
-            else:
-                with pytest.raises(RequestFailed) as failed:
-                    handoffs.decode.decode(prompt, params)
-                assert failed.value.status == 500
+            with harm(handoffs, params, prompt):
+                before = handoffs.decode.prompt_tokens()
+                if recomputes:
+                    check_tokens([handoffs.decode.decode(prompt, params)], handoffs.pair.model, [prompt], reference)
+                    assert (handoffs.decode.prompt_tokens() - before).computed == len(prompt)
+                else:
+                    with pytest.raises(RequestFailed) as failed:
+                        handoffs.decode.decode(prompt, params)
+                    assert failed.value.status == 500
             assert handoffs.decode.loads()[-1]["error"] in reasons
             wait_until_unused([handoffs.prefill, handoffs.decode])
             # In the blocks that had it.
