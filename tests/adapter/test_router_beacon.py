@@ -3,6 +3,7 @@
 import socket as socket_module
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -62,6 +63,15 @@ def test_an_engine_registers_once_its_api_server_listens() -> None:
                 assert socket.poll(5000)
         finally:
             beacon.close()
+
+
+def test_an_api_server_at_an_ipv6_address_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No machine connects to an address in brackets."""
+    asked: list[Any] = []
+    connection = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(socket_module, "create_connection", lambda place, _: (asked.append(place), connection)[1])
+    assert router_beacon.listens("[fd00::1]:8000")
+    assert asked == [("fd00::1", 8000)]
 
 
 def test_request_ids_say_where_the_prompt_comes_from() -> None:

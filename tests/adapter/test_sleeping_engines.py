@@ -17,7 +17,7 @@ from kvferry.handoff.messages import RankEntry
 from kvferry.handoff.wire import bootstrap
 from kvferry.integrations.vllm.scheduler import pull
 from kvferry.integrations.vllm.scheduler import push as push_module
-from kvferry.integrations.vllm.scheduler.waits import LOOK_MOST_SECONDS, Alarm
+from kvferry.integrations.vllm.scheduler.waits import LEAST_SECONDS, LOOK_MOST_SECONDS, Alarm, Looks
 
 from ..waits import wait_until
 from .handoff_engine import HandoffEngine, make_engine
@@ -177,7 +177,9 @@ def test_an_engine_without_requests_sleeps_while_a_lower_tier_copies(can_wake: b
 def test_an_alarm_rings_at_the_earliest_time_and_not_once_it_is_closed() -> None:
     rings: list[float] = []
     alarm, began_at = Alarm(lambda: rings.append(time.monotonic() - began_at)), time.monotonic()
-    for seconds in (30.0, 0.05, 20.0):
+    alarm.set(30.0)
+    time.sleep(0.1)  # until its thread waits
+    for seconds in (0.05, 20.0):
         alarm.set(seconds)
     wait_until(lambda: bool(rings))
     assert 0.05 <= rings[0] < 5.0
@@ -185,3 +187,129 @@ def test_an_alarm_rings_at_the_earliest_time_and_not_once_it_is_closed() -> None
     alarm.close()
     time.sleep(0.4)
     assert len(rings) == 1
+    late = Alarm(lambda: None)
+    late.set(30.0)
+    closed_at = time.monotonic()
+    late.close()
+    assert time.monotonic() - closed_at < 3.0, "its thread has been told"
+
+
+def test_looks_begin_anew_after_a_time_without_them() -> None:
+    looks = Looks(wake=lambda: None)
+    for now in (0.0, 10.0):
+        looks.done(progress=0, now=now)
+    assert not looks.are_due(10.0 + LOOK_MOST_SECONDS / 2)
+    looks.reset()
+    assert looks.are_due(10.0)
+    looks.done(progress=0, now=10.0)
+    assert looks.are_due(10.0 + LEAST_SECONDS)
+    looks.close()
+
+
+def test_what_an_engine_does_about_its_end(make_role: Any) -> None:
+    """Each state of vLLM's core: whether it ends, finishes its requests first, and must not sleep."""
+    role = make_role(FULL)
+    let_sleep(role)
+    engine, core = role._engine, role._engine._core
+    found = []
+    for can_wake, state, timeout in (
+        (True, EngineShutdownState.RUNNING, 9),
+        (True, EngineShutdownState.SHUTTING_DOWN, 0),
+        (True, EngineShutdownState.SHUTTING_DOWN, 9),
+        (False, EngineShutdownState.RUNNING, 9),
+    ):
+        engine.can_wake, core.shutdown_state, core.vllm_config.shutdown_timeout = can_wake, state, timeout
+        found.append((engine.is_ending, engine.finishes, engine.stays_awake))
+    assert found == [(False, False, False), (True, False, False), (True, True, True), (False, False, True)]
+
+
+def test_steps_wait_for_answers_and_for_nothing_else(make_role: Any) -> None:
+    """While a query runs for a waiting request; a step that computes or loads does not wait, nor the one after long."""
+    prefill, decode = make_role(FULL, mode="push"), make_role(FULL, mode="push")
+    prefill.publish([RankEntry(0, 0, b"", {}, 0, 0)])
+    let_sleep(decode)
+    may_ask, query = threading.Event(), decode._destination._queries._ask
+    decode._destination._queries._ask = lambda address: (may_ask.wait(20), query(address))[1]
+    decode.on_new_request(request(list(PROMPT), to_decode(prefill), "d"))
+    assert decode._destination.waits
+    for interrupted in (lambda: next_step(decode, "other"), lambda: load(decode)):
+        assert next_step(decode).wait_seconds == LEAST_SECONDS
+        time.sleep(16 * LEAST_SECONDS)
+        assert next_step(decode).wait_seconds > LEAST_SECONDS
+        assert interrupted().wait_seconds == 0
+    assert next_step(decode).wait_seconds == LEAST_SECONDS
+    may_ask.set()
+    wait_until(lambda: (next_step(decode), not decode._destination.waits)[1])
+    assert next_step(decode).wait_seconds == 0
+    may_ask.clear()
+    later = make_role(FULL, mode="push")
+    later.publish([RankEntry(0, 0, b"", {}, 0, 0)])
+    decode.on_new_request(request(list(PROMPT), to_decode(later), "e"))
+    assert next_step(decode).wait_seconds == LEAST_SECONDS
+    may_ask.set()
+
+
+def load(role: Any) -> Any:
+    """Return the orders of a step while a request loads."""
+    role._loading["loads"] = ()
+    try:
+        return next_step(role)
+    finally:
+        del role._loading["loads"]
+
+
+def test_steps_for_a_hold_begin_anew_after_others(make_engine: Any) -> None:
+    role = hold_a_prompt(make_engine, can_wake=False).connector._scheduler
+    for interrupted in (lambda: next_step(role, "other"), lambda: load(role)):
+        assert next_step(role).wait_seconds == LEAST_SECONDS
+        time.sleep(16 * LEAST_SECONDS)
+        assert next_step(role).wait_seconds > LEAST_SECONDS
+        assert interrupted().wait_seconds == 0
+
+
+def test_the_end_of_a_query_wakes_an_engine_that_has_a_request_to_release(
+    make_role: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is time to look; and an answer that has been taken asks for no further step."""
+    monkeypatch.setattr(push_module, "LOOK_SECONDS", 60.0)
+    decode, others = make_role(FULL, mode="push"), [make_role(FULL, mode="push") for _ in range(2)]
+    for prefill in others:
+        prefill.publish([RankEntry(0, 0, b"", {}, 0, 0)])
+    let_sleep(decode)
+    destination, query = decode._destination, decode._destination._queries._ask
+    may_end = {to_decode(each)["remote_bootstrap_addr"]: threading.Event() for each in others}
+    destination._queries._ask = lambda address: (may_end[address].wait(20), query(address))[1]
+    wakes: list[str] = []
+    destination._wake = lambda: wakes.append("a query has ended")
+    for index, prefill in enumerate(others):
+        ours = request(list(PROMPT), to_decode(prefill) | {"transfer_id": f"x{index}"}, f"d{index}")
+        decode.on_new_request(ours)
+        decode.request_finished(ours, ([],), is_complete=False)
+    next_step(decode)
+    for index, event in enumerate(may_end.values(), 1):
+        assert not decode.has_pending_work()
+        event.set()
+        wait_until(lambda index=index: len(wakes) == index)
+        assert decode.has_pending_work()
+        next_step(decode)
+    assert not destination.waits
+
+
+def test_a_request_that_waits_for_a_lower_tier_waits_in_its_steps(tmp_path: Path) -> None:
+    """VLLM steps while a request waits, also an engine that could sleep; a step that computes ends the looks."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    engine = EngineWithTier(tmp_path)
+    let_sleep(engine.role)
+    engine.tier.faults.hangs = True
+    engine.add("below", prompt_of(1, -1))
+    assert engine.wait() == LEAST_SECONDS
+    engine.role._looks.done(progress=0, now=engine.now)
+    engine.add("computes", prompt_of(100))
+    engine.wait()
+    assert engine.role._looks.are_due(engine.now)
+    engine.tier.faults.hangs = False
+    engine.run()
+    engine.role.shutdown()
+    alarm = engine.role._looks._alarm
+    alarm.set(0.0)
+    assert alarm._at is None, "a closed alarm takes no time"

@@ -154,6 +154,9 @@ def test_an_engine_id_with_which_an_engine_starts_is_one_that_every_peer_takes(e
         ("prefill-0\n", "a name has ASCII letters", "'prefill-0'"),
         ("a" * 64, "each part of a name has 1 to 63 characters", "an address or a name"),
         ("a." * 130, "it has 260 characters", "an address or a name"),
+        ("prefill%0", "it is no IPv6 address", "an address or a name"),
+        ("[prefill-0]", "it is no IPv6 address", "an address or a name"),
+        ("http://me:key@10.0.0.1:80", "it is a URL", "'10.0.0.1'"),
     ],
 )
 @pytest.mark.parametrize("name", ["host", "advertised_host"])
@@ -176,6 +179,8 @@ def test_what_is_no_host_is_refused_with_what_to_write(name: str, host: str, why
         ({"http_address": "fd00::1:8000"}, "an IPv6 address before a port is in brackets"),
         ({"router_address": "http://router:9000"}, "router_address .* is no host"),
         ({"router_address": "router:70000"}, "router_address .* no port from 1 to 65535"),
+        ({"router_address": "router:65536"}, "router_address .* no port from 1 to 65535"),
+        ({"router_address": "router:009000"}, "router_address .* no port from 1 to 65535"),
     ],
 )
 def test_a_wrong_address_for_the_router_is_refused_before_the_engine_waits_for_it(
@@ -184,6 +189,7 @@ def test_a_wrong_address_for_the_router_is_refused_before_the_engine_waits_for_i
     """An engine whose own address nobody could connect to never registered, and said nothing."""
     both = {"router_address": "router:9000", "http_address": "10.0.0.1:8000"}
     assert parse_settings({"mode": "push", **both})
+    assert parse_settings({"mode": "push", **both, "router_address": "router:65535"})
     with pytest.raises(SettingsError, match=said) as refused:
         parse_settings({"mode": "push", **both, **places})
     assert refused.value.reason is Reason.INVALID_SETTING
@@ -228,10 +234,15 @@ def test_settings_of_the_offload_connector_are_checked_before_weights_are_loaded
     with pytest.raises(ValueError, match="host_bytes '8 gigs' is no size"):
         configured("KVFerryOffloadConnector", {"host_bytes": "8 gigs"})
     assert configured("KVFerryOffloadConnector", {"host_bytes": "8 GiB"}).kv_transfer_config is not None
+    for master in ("http://127.0.0.1:50051", "127.0.0.1:0", "127.0.0.1"):
+        with pytest.raises(ValueError, match=f"pool_master '{master}' does not name a master"):
+            configured("KVFerryOffloadConnector", {"host_bytes": "8 GiB", "pool_master": master, "pool_bytes": "1 GiB"})
 
 
 def test_right_settings_and_other_connectors_pass() -> None:
     assert configured("KVFerryConnector", {"advertised_host": "prefill-0.example"}, engine_id="p").kv_transfer_config
+    odd = "a___decode_addr_b"  # only a router puts it into the ids of requests
+    assert configured("KVFerryConnector", {}, engine_id=odd).kv_transfer_config
     assert configured("NixlConnector", {"advertised_host": "http://10.0.0.1"}).kv_transfer_config
     assert VllmConfig().kv_transfer_config is None
 

@@ -92,6 +92,25 @@ def test_blocks_of_a_step_in_flight_stay_with_both_owners(is_ended_first: bool) 
         assert pool.get_num_free_blocks() == expected
 
 
+def test_a_request_has_given_its_blocks_up_once_the_last_block_of_one_group_is_unshared() -> None:
+    """Another request may share a group to its end: a group of a prefix alone, of which it has the same last block."""
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=False, hash_block_size=16)
+    null = pool.null_block
+    held = KeptBlocks()
+    held.bind(pool)
+    whole, window = pool.get_new_blocks(2), pool.get_new_blocks(1)
+    num_references = null.ref_cnt
+    of_request = [*whole, *window]
+    held.keep("r", [[each.block_id for each in whole], [null.block_id, window[0].block_id], [null.block_id], []])
+    assert (held.num_kept, null.ref_cnt) == (3, num_references), "the null block is nobody's"
+    pool.touch(whole)  # by another request
+    assert not held.are_given_up("r")
+    pool.free_blocks(reversed(of_request))
+    assert held.are_given_up("r")
+    held.free("r")
+    assert null.ref_cnt == num_references
+
+
 def test_ranks_are_published_stage_by_stage() -> None:
     """Workers answer in any order, each with its (pp, tp); none of them is named twice or left out."""
     published: list[RankEntry] = []
