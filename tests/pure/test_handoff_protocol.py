@@ -161,6 +161,14 @@ def test_questions_survive_the_wire(question: Question) -> None:
     assert decode_question(encode(question)) == question
 
 
+def test_an_end_point_is_a_host_alone() -> None:
+    rank = RankEntry(0, 0, b"", {}, EndPoint("prefill0", 5600, 1))
+    encoded = encode(Directory(PROTOCOL_VERSION, "e", 1, IDENTITY, (rank,)))
+    with pytest.raises(HandoffError, match="'http://a' is no host: it is a URL") as refused:
+        decode_answer(encoded.replace(b"prefill0", b"http://a"))
+    assert refused.value.reason is Reason.MALFORMED_MESSAGE
+
+
 @given(answers)
 def test_answers_survive_the_wire(answer: Answer) -> None:
     assert decode_answer(encode(answer)) == answer
