@@ -1,8 +1,8 @@
 VENV_PYTHON := .venv/bin/python
 PYTEST := $(VENV_PYTHON) -m pytest
 BANDIT := .venv/bin/bandit --quiet --configfile pyproject.toml --recursive src scripts
-# demo: MODE=pull, MODE=push or MODE=offload, HOSTS=2 for two virtual hosts (as root), and any flag of `kvferry demo`, such as ARGS="--prefill-tp 1 --json"
-MODE ?= pull
+# demo: MODE=sequential, MODE=concurrent or MODE=offload, HOSTS=2 for two virtual hosts (as root), and any flag of `kvferry demo`, such as ARGS="--prefill-tp 1 --json"
+MODE ?= sequential
 HOSTS ?= 1
 ARGS ?=
 MODELS := tests/host/vllm/test_families.py tests/adapter/test_models_against_vllm.py \
@@ -45,7 +45,7 @@ test-models: setup ## The part of test-matrix about published models; writes doc
 	@KVFERRY_MATRIX=build/models $(PYTEST) $(MODELS) $(ARGS); status=$$?; \
 	$(VENV_PYTHON) -m tests.models_document build/models && exit $$status
 
-test-chaos: setup ## Engines killed, stopped and cut off under load, in every mode, and a rolling restart (about 55 minutes on 2 cores)
+test-chaos: setup ## Engines killed, stopped and cut off under load, with every flow of a router, and a rolling restart (about 55 minutes on 2 cores)
 	@KVFERRY_CHAOS=1 $(PYTEST) tests/host/vllm/chaos tests/local/test_chaos_relay.py $(ARGS)
 
 test-versions: setup ## vLLM 0.30, 0.31 and 0.32, each in an environment of its own, and pairs of two of them (about 40 minutes, 8 GB)
@@ -64,9 +64,9 @@ test-gpu: $(if $(GPU_PYTHON),,setup) ## Everything that awaits a GPU; GPU_PYTHON
 	@$(or $(GPU_PYTHON),$(VENV_PYTHON)) scripts/gpu_tests.py $(if $(JSON),--json $(JSON)) $(ARGS)
 
 # Many runs, each with a seed of its own: one process would remember every drawn case.
-test-full: setup ## 100,000 drawn cases through every strategy (35 minutes on 2 idle cores)
+test-full: setup ## 100,000 drawn cases through the planner (35 minutes on 2 idle cores)
 	@seq 80 | xargs -P "$$(nproc)" -I{} env KVFERRY_CASES=1250 $(PYTEST) -p no:cacheprovider --hypothesis-seed={} \
-	  tests/pure/test_plan_properties.py tests/pure/test_plan_staged.py $(ARGS)
+	  tests/pure/test_plan_properties.py $(ARGS)
 
 lint: setup ## ruff, bandit and mypy --strict
 	@$(BANDIT)

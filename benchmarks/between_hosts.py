@@ -1,14 +1,13 @@
-"""The rates at which transports read and write between two virtual hosts, and at which a held prompt is read and
-written on request, beside one plain TCP connection.
+"""The rates at which transports read and write between two virtual hosts, beside one plain TCP connection.
 
     sudo python benchmarks/between_hosts.py
     sudo python benchmarks/between_hosts.py --mtu 9000 --transports nixl --json
     sudo UCX_TCP_TX_SEG_SIZE=256k UCX_TCP_RX_SEG_SIZE=256k python benchmarks/between_hosts.py
 
 64 MiB move in equal pieces, in random order and with gaps, in memory in huge pages. Reads and writes take turns. Each
-run has processes of its own and gives a median; the tables show the median of all runs with the smallest and the
-greatest, and the ratio of write to read within each run. A held prompt's time is that of the whole load, with all
-messages. Variables of UCX reach both sides. Mooncake is found as the tests find it.
+run has processes of its own and gives a median; the table shows the median of all runs with the smallest and the
+greatest, and the ratio of write to read within each run. Variables of UCX reach both sides. Mooncake is found as the
+tests find it.
 """
 
 import json
@@ -24,7 +23,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from held_prompts import PIECES
 from plain_tcp import plain_tcp_rate, set_mtu
 from rich.table import Table
 from transport_movers import allocate, scattered_offsets
@@ -52,7 +50,7 @@ def main(
     runs: Annotated[int, typer.Option(min=1, help="Runs.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print every run as JSON.")] = False,
 ) -> None:
-    """Measure and print two tables."""
+    """Measure and print a table."""
     found = []
     with tempfile.TemporaryDirectory() as folder, virtual_hosts(["source", "destination"], Path(folder)) as hosts:
         for host in hosts:
@@ -65,18 +63,15 @@ def main(
     if as_json:
         print(json.dumps({"mtu": mtu, "environment": ucx, "runs": found}))
         return
-    console = open_console()
-    console.print(table_of(f"GB/s between two virtual hosts, MTU {mtu}", [run["moves"] for run in found]))
-    console.print(table_of("a held prompt, GB/s with all messages", [run["held"] for run in found]))
+    open_console().print(table_of(f"GB/s between two virtual hosts, MTU {mtu}", [run["moves"] for run in found]))
     print(f"plain TCP: {spread([rate for run in found for rate in run['plain_tcp']])} GB/s; {ucx}")
 
 
 def one_run(transports: Sequence[str], source: VirtualHost, destination: VirtualHost, repeat: int) -> dict[str, Any]:
-    """Return the rates of plain TCP before and after, of moves, and of loads of a held prompt."""
+    """Return the rates of plain TCP before and after, and of moves."""
     before = plain_tcp_rate(source, destination)
     moves = [row for name in transports for row in measure(name, source, destination, repeat)]
-    held = [measure_held(name, layout, source, destination, repeat) for name in transports for layout in PIECES]
-    return {"plain_tcp": [before, plain_tcp_rate(source, destination)], "moves": moves, "held": held}
+    return {"plain_tcp": [before, plain_tcp_rate(source, destination)], "moves": moves}
 
 
 def table_of(title: str, runs: Sequence[Sequence[Mapping[str, Any]]]) -> Table:
@@ -104,15 +99,6 @@ def measure(name: str, source: VirtualHost, destination: VirtualHost, repeat: in
     return measured(command(source, "serve", name), moving)
 
 
-def measure_held(name: str, layout: str, source: VirtualHost, destination: VirtualHost, repeat: int) -> dict[str, Any]:
-    """Return the rates of loads of a held prompt, read and written."""
-    program = str(Path(__file__).with_name("held_prompts.py"))
-    loading = command(destination, "load", name, layout, str(repeat), program=program)
-    [row] = measured(command(source, "hold", name, layout, program=program), loading)
-    rates = {way: NUM_BYTES / statistics.median(taken) / 1e9 for way, taken in row["seconds"].items()}
-    return {"transport": name, "piece": row["piece"], **rates}
-
-
 def measured(serving: Sequence[str], moving: Sequence[str]) -> list[dict[str, Any]]:
     """Return the rows that the moving side prints, which gets what the serving side says of itself."""
     with subprocess.Popen(serving, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -125,13 +111,13 @@ def measured(serving: Sequence[str], moving: Sequence[str]) -> list[dict[str, An
     return [json.loads(line) for line in found.splitlines() if line.startswith("{")]
 
 
-def command(host: VirtualHost, *arguments: str, program: str = __file__) -> list[str]:
+def command(host: VirtualHost, *arguments: str) -> list[str]:
     """Return the command of one side, which listens at its host's address."""
     variables = {"MC_TCP_BIND_ADDRESS": host.ipv4}
     if "mooncake" in arguments:
         variables |= mooncake_libraries.variables()
     environment = ["env", *(f"{name}={value}" for name, value in variables.items())]
-    return host.command([*environment, sys.executable, program, *arguments, host.ipv4])
+    return host.command([*environment, sys.executable, __file__, *arguments, host.ipv4])
 
 
 def serve(name: str, address: str) -> None:

@@ -26,7 +26,6 @@ from rich.table import Table
 from kvferry.cli.console import open_console
 from kvferry.execution.device import device_order
 from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.local_copy import LocalCopy, LocalRoute
 from kvferry.execution.pinned_copy import PinnedMemory
 from kvferry.layout.dense import shard_for
@@ -85,7 +84,7 @@ class Bench:
         self.stores, self.loads = LocalRoute(shards, slab, own=[0]), LocalRoute([slab], shards[0], own=[0])
         self.order = device_order([device])
         self.pinned = PinnedMemory(self.slab.region, self.order)
-        self.executor = Executor(Scratch(num_words=1), order=self.order)
+        self.executor = Executor(order=self.order)
         self.ids = np.random.default_rng(0).permutation(self.num_blocks)
         self.runs = 0
 

@@ -1,20 +1,19 @@
-"""Measures what digests cost a pull and a push: at the source, at the destination, and in the whole transfer's time.
+"""Measures what digests cost a handoff: at the source, at the destination, and in the whole transfer's time.
 
     python benchmarks/integrity.py --repeat 15 --json integrity.json
 
 Source and destination are memory of this process, and ``cma`` moves bytes from one to the other, on one thread. The
-caches are those of ``benchmarks/vllm_pull.py``. Transfers with ``off``, ``sample`` and ``full`` take turns. ``source``
-is the time of one source rank: after the step that ends the prompt, with push between its writes. ``compare`` is the
-time of the destination after the last byte. ``moved`` is the whole transfer: a pull reads the digests too; of a push
-the time has the digests of every source, one after the other, and the comparison, but no message. A push writes spans
-of 8 layers.
+caches are those of ``benchmarks/vllm_handoff.py``. Transfers with ``off``, ``sample`` and ``full`` take turns.
+``source`` is the time of one source rank, between its writes. ``compare`` is the time of the destination after the last
+byte. ``moved`` is the whole transfer: it has the digests of every source, one after the other, and the comparison, but
+no message. Spans of 8 layers are written.
 """
 
 import json
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,19 +21,16 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from rich.table import Table
+from transport_movers import allocate
 
 from kvferry.cli.console import open_console, progress
-from kvferry.execution.digests import DigestTable, PairDigests
-from kvferry.execution.guard_words import Scratch
+from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.push_digests import PushDigests, PushedCells, WrittenDigests
-from kvferry.execution.read import RankRead, Read
 from kvferry.execution.route import Route
-from kvferry.execution.stage import Stage, collapse_to_huge_pages
-from kvferry.execution.write import Write
-from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push.part import Part, announced_blocks
-from kvferry.handoff.push.sender import END, BlockList, Prompt, PushRequest, Sender
+from kvferry.execution.source import Write
+from kvferry.handoff.messages import WriteKey
+from kvferry.handoff.part import Part, announced_blocks
+from kvferry.handoff.source import END, BlockList, Prompt, SourceWrites, WriteRequest
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
@@ -93,57 +89,35 @@ class Rank:
             "tp_size": tp_size,
         }
         length = shard_for(**sizes).regions[0].length
-        self.memory = np.random.default_rng(tp_rank).integers(0, 1 << 63, length // 8, dtype=np.uint64)
-        collapse_to_huge_pages(self.memory.ctypes.data, length)
+        self.memory = allocate(length, huge=True)
+        self.memory[:] = np.random.default_rng(tp_rank).integers(0, 256, length, dtype=np.uint8)
         self.shard: Shard = shard_for(**sizes, base_address=self.memory.ctypes.data)
 
 
 class Engines:
-    """Source ranks with digests, and one destination rank, of one case, and its pulls."""
-
-    mode = "pull"
+    """Source ranks and one destination rank of one case, and their writes."""
 
     def __init__(self, case: Case) -> None:
         self.sources = [Rank(case, rank, case.prefill_tp) for rank in range(case.prefill_tp)]
         self.destination = Rank(case, 0, 1)
-        self.tables = {
-            kept: [DigestTable(rank.shard, kept) for rank in self.sources]
-            for kept in (Integrity.SAMPLE, Integrity.FULL)
-        }
-        self.scratch, self.digests = Scratch(num_words=1), Stage(64 << 20)
         self.transports: TransportSet = open_transports("cma")
-        tables = [region for tables in self.tables.values() for table in tables for region in table.regions]
         regions = [region for rank in (*self.sources, self.destination) for region in rank.shard.regions]
-        end_points = self.transports.register([*regions, *tables, self.scratch.region, self.digests.region])
-        links = {index: self.transports.connect(end_points) for index in range(case.prefill_tp)}
-        self.route = Route([rank.shard for rank in self.sources], self.destination.shard, links)
-        while not self.route.is_ready():
+        self.link = self.transports.connect(self.transports.register(regions))
+        while self.link.poll() is None:
             time.sleep(0.001)
-        self.pairs = {
-            kept: [PairDigests(plan, tables[plan.assignment.source_index].entry, kept) for plan in self.route.plans(0)]
-            for kept, tables in self.tables.items()
-        }
+        self.route = Route([rank.shard for rank in self.sources], self.destination.shard)
         self._generator = np.random.default_rng(7)
         self._case = case
-
-    def measure(self, integrity: Integrity) -> dict[str, float]:
-        """Fill the digests of a prompt in random blocks, read it, and return the seconds of each part."""
-        case, blocks = self._case, self.blocks()
-        started = time.perf_counter()
-        for table in self.tables.get(integrity, ()):
-            table.fill(case.tokens, {"full": blocks.source_ids})
-        filled = time.perf_counter()
-        result = self._read(integrity, blocks)
-        seconds = time.perf_counter() - filled
-        if result.error is not None:
-            raise result.error
-        return {
-            "source": (filled - started) / case.prefill_tp,
-            "compare": result.compare_seconds,
-            "moved": seconds,
-            "bytes": result.num_bytes,
-            "compared_bytes": result.num_compared_bytes,
+        self._spans = LayerSpans({"full": [str(layer) for layer in range(NUM_LAYERS)]})
+        self._number = 0
+        self._cells = {
+            (plan, kept, at_source): PartCells(plan, kept, at_source=at_source)
+            for plan in self.route.plans(0)
+            for kept in (Integrity.SAMPLE, Integrity.FULL)
+            for at_source in (True, False)
         }
+        for plan in self.route.plans(0):
+            self._spans.plans(plan)
 
     def blocks(self) -> GroupBlocks:
         """Return the prompt in random blocks."""
@@ -157,56 +131,21 @@ class Engines:
             destination_block_ids=ids[1],
         )
 
-    def _read(self, integrity: Integrity, blocks: GroupBlocks) -> JobResult:
-        job = Read("benchmark", lambda: self._reads(integrity, blocks), time.monotonic() + DEADLINE_SECONDS)
-        while job.phase is not Phase.DONE:
-            job.advance(self.scratch, time.monotonic())
-        return job.result(time.monotonic())
-
-    def _reads(self, integrity: Integrity, blocks: GroupBlocks) -> Sequence[RankRead]:
-        reads = []
-        for index, plan in enumerate(self.route.plans(0)):
-            read = self.route.read(plan, [blocks])
-            if integrity is not Integrity.OFF:
-                comparison = self.pairs[integrity][index].comparison([blocks])
-                read = RankRead(read.link, read.descriptors, comparison=comparison, digests=self.digests)
-            reads.append(read)
-        return reads
-
     def close(self) -> None:
         """Deregister the memory."""
         self.transports.close()
 
-
-class Pushes(Engines):
-    """The pushes of one case."""
-
-    mode = "push"
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self._spans = LayerSpans({"full": [str(layer) for layer in range(NUM_LAYERS)]})
-        self._number = 0
-        self._cells = {
-            (plan, kept, at_source): PushedCells(plan, kept, at_source=at_source, is_sliced=kept is Integrity.SAMPLE)
-            for plan in self.route.plans(0)
-            for kept in self.tables
-            for at_source in (True, False)
-        }
-        for plan in self.route.plans(0):
-            self._spans.plans(plan)
-
     def measure(self, integrity: Integrity) -> dict[str, float]:
         """Write a prompt into random blocks, compare, and return the seconds of each part."""
         self._number += 1
-        key, blocks = PushKey("benchmark/0", 1, self._number), self.blocks()
+        key, blocks = WriteKey("benchmark/0", 1, self._number), self.blocks()
         results, compared, seconds = [], 0.0, 0.0
         for plan in self.route.plans(0):
             part = Part(plan, announced_blocks(plan, [blocks])).in_spans(self._spans.plans(plan))
             written = None
             if integrity is not Integrity.OFF:
-                written = WrittenDigests(PushDigests(self._cells[plan, integrity, True], part.announced, key))
-                landed = PushDigests(self._cells[plan, integrity, False], part.announced, key)
+                written = WrittenDigests(PartDigests(self._cells[plan, integrity, True], part.announced, key))
+                landed = PartDigests(self._cells[plan, integrity, False], part.announced, key)
             started = time.perf_counter()
             results.append(self._write(plan, part, key, blocks, written))
             ended = time.perf_counter()
@@ -226,24 +165,29 @@ class Pushes(Engines):
         }
 
     def _write(
-        self, plan: PairPlan, part: Part, key: PushKey, blocks: GroupBlocks, digests: WrittenDigests | None
+        self, plan: PairPlan, part: Part, key: WriteKey, blocks: GroupBlocks, digests: WrittenDigests | None
     ) -> JobResult:
-        """Run one source's push: each span of layers as the engine declares it final."""
-        sender, results = Sender(), list[JobResult]()
+        """Run one source's write: each span of layers as the engine declares it final."""
+        writes, results = SourceWrites(), list[JobResult]()
         deadline = time.monotonic() + DEADLINE_SECONDS
-        sender.announce(PushRequest(key, "x", self._case.tokens, "digest", part.needs, deadline), now=0.0)
-        link = self.route.links[plan.assignment.source_index]
+        writes.announce(WriteRequest(key, "x", self._case.tokens, "digest", part.needs, deadline), now=0.0)
         job = Write(
-            sender, threading.Lock(), key, part, link.poll, lambda result, _: results.append(result), digests=digests
+            writes,
+            threading.Lock(),
+            key,
+            part,
+            self.link.poll,
+            lambda result, _: results.append(result),
+            digests=digests,
         )
         prompt = Prompt(self._case.tokens, "digest", {"full": BlockList(0, blocks.source_ids.tolist())}, END)
-        sender.begin_step({"x": prompt})
+        writes.begin_step({"x": prompt})
         for span in self._spans.layers_of:
-            sender.reach(span)
-            while job.advance(self.scratch, time.monotonic()) and job.phase is not Phase.DONE:
+            writes.reach(span)
+            while job.advance(time.monotonic()) and job.phase is not Phase.DONE:
                 pass
         while job.phase is not Phase.DONE:
-            job.advance(self.scratch, time.monotonic())
+            job.advance(time.monotonic())
         return results[0]
 
 
@@ -255,11 +199,10 @@ def main(
     rows = []
     with progress("measuring") as announce:
         for case in CASES:
-            for kind in (Engines, Pushes):
-                announce(f"{kind.mode} {case.name}")
-                rows.append(measure_case(kind, case, repeat))
+            announce(case.name)
+            rows.append(measure_case(case, repeat))
     console = open_console()
-    columns = ("mode", "case", "MB", "integrity", "compared", "source ms", "compare ms", "moved ms", "moved / off")
+    columns = ("case", "MB", "integrity", "compared", "source ms", "compare ms", "moved ms", "moved / off")
     table = Table(*columns, title="Digests")
     for row in rows:
         off = row["off"]
@@ -268,27 +211,28 @@ def main(
             milliseconds = [f"{found[part] * 1e3:.2f}" for part in ("source", "compare", "moved")]
             compared = f"{found['compared_bytes'] / found['bytes']:.2%}"
             ratio = f"{found['ratio']:.3f}"
-            table.add_row(row["mode"], row["case"], f"{off['bytes'] / 1e6:.0f}", name, compared, *milliseconds, ratio)
+            table.add_row(row["case"], f"{off['bytes'] / 1e6:.0f}", name, compared, *milliseconds, ratio)
     console.print(table)
     for row in rows:
         cost = row["sample"]["ratio"] - 1
         verdict = "met" if cost <= MOST_COST else "missed"
-        which = f"{row['mode']} {row['case']}"
-        console.print(f"{which}: sample costs {cost:.1%} of the transfer, at most {MOST_COST:.0%} wanted: {verdict}")
+        console.print(
+            f"{row['case']}: sample costs {cost:.1%} of the transfer, at most {MOST_COST:.0%} wanted: {verdict}"
+        )
     if json_path is not None:
         json_path.write_text(json.dumps({"repeat": repeat, "rows": rows}, indent=1) + "\n")
 
 
-def measure_case(kind: type[Engines], case: Case, repeat: int) -> dict[str, Any]:
+def measure_case(case: Case, repeat: int) -> dict[str, Any]:
     """Return the medians of one case, by the value of ``integrity``; ratios are medians of those of single rounds."""
-    engines = kind(case)
+    engines = Engines(case)
     try:
         rounds: list[Mapping[Integrity, dict[str, float]]] = []
         for turn in range(repeat + 2):
             order = [*list(Integrity)[turn % 3 :], *list(Integrity)[: turn % 3]]
             rounds.append({integrity: engines.measure(integrity) for integrity in order})
         measured = rounds[2:]  # the first ones touch memory
-        found: dict[str, Any] = {"mode": kind.mode, "case": case.name}
+        found: dict[str, Any] = {"case": case.name}
         for integrity in Integrity:
             each = [one[integrity] for one in measured]
             medians = {name: statistics.median(one[name] for one in each) for name in each[0]}

@@ -31,6 +31,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from stall_watch import StallWatch
+from vllm_handoff import installed
+from vllm_handoff_engines import BenchmarkError
 from vllm_offload_engines import (
     ALWAYS,
     BLOCK_SIZE,
@@ -46,8 +48,6 @@ from vllm_offload_engines import (
     running_engine,
 )
 from vllm_offload_report import Comparison, print_results
-from vllm_pull import installed
-from vllm_pull_engines import BenchmarkError
 
 from kvferry.harness.tiny_models import find_tiny_model
 

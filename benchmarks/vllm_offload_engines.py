@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from stall_watch import StallWatch
-from vllm_pull_engines import BenchmarkError, complete, extension_variables, post
+from vllm_handoff_engines import BenchmarkError, complete, extension_variables, post
 
 from kvferry.errors import Reason
 from kvferry.harness.child_process import LaunchError

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from vllm_handoff_report import Ratio, median_ratio, over_runs
 from vllm_offload_engines import Refused, Sample
-from vllm_pull_report import Ratio, median_ratio, over_runs
 
 
 @dataclass(slots=True)

@@ -117,33 +117,27 @@ def _tests(path: str, *more: str) -> tuple[str, ...]:
 PARTS = (
     Part(
         "trial",
-        "labelled blocks, each layout: pull and push, direct and by stage, and offload",
+        "labelled blocks, each layout: handoff and offload",
         ("-m", "kvferry.cli.main", "doctor", "--device", DEVICE),
         _needs_nixl,
     ),
     Part(
         "conformance",
-        "the suite of transports and the guard word's second look, NIXL, two processes, one device",
+        "the suite of transports, NIXL, two processes, one device",
         _tests("test_conformance.py", "-k", "OneDevice"),
         _needs_nixl,
     ),
     Part(
         "conformance, two devices",
-        "the same suite and second look, memory of the second device",
+        "the same suite, memory of the second device",
         _tests("test_conformance.py", "-k", "SecondDevice"),
         _needs_second_device,
     ),
     Part(
         "conformance, mooncake",
-        "the same suite and second look over Mooncake's build for CUDA",
+        "the same suite over Mooncake's build for CUDA",
         _tests("test_conformance.py", "-k", "Mooncake"),
         _needs_mooncake,
-    ),
-    Part(
-        "merge kernel",
-        "bytes of the stage's kernel, and its rate against a copy within the device",
-        ("benchmarks/device_merge.py",),
-        _needs_torch,
     ),
     Part(
         "cell sums",
@@ -169,15 +163,20 @@ PARTS = (
         ("benchmarks/device_offload.py",),
         _needs_torch,
     ),
-    Part("engines, pull", "two vLLM engines share a device: tokens as one engine's", _demo("pull", 1), _needs_pair),
-    Part("engines, push", "the same, pushed", _demo("push", 1), _needs_pair),
+    Part("engines", "two vLLM engines share a device: tokens as one engine's", _demo("sequential", 1), _needs_pair),
+    Part("engines, concurrent", "the same behind a concurrent router", _demo("concurrent", 1), _needs_pair),
     Part(
-        "engines, pull, two devices",
+        "engines, two devices",
         "TP 2 on two devices to TP 1 on the first",
-        _demo("pull", 2),
+        _demo("sequential", 2),
         _needs_pair_on_two_devices,
     ),
-    Part("engines, push, two devices", "the same, pushed", _demo("push", 2), _needs_pair_on_two_devices),
+    Part(
+        "engines, concurrent, two devices",
+        "the same behind a concurrent router",
+        _demo("concurrent", 2),
+        _needs_pair_on_two_devices,
+    ),
     Part(
         "engines, offload",
         "an engine stores, is killed and started again, and loads: tokens as without offload",

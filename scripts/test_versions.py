@@ -1,7 +1,7 @@
 """Runs kvferry with each vLLM release whose engines it supports, and engines of two releases in one pair.
 
 Each release but the one of this environment gets an environment of its own below build/vllm-environments, made by pip
-once per change of what goes in. Then, one after the other: ``kvferry demo`` that pulls and that pushes; the tests of
+once per change of what goes in. Then, one after the other: ``kvferry demo`` behind both kinds of routers; the tests of
 the adapter; the pairs of engines of ``make test``, whose tokens must be those of one engine alone; and all pairs of two
 releases. Pairs of a model with which a release's own engine does not start are left out, and the table says why. Exit
 status 1 says that something failed; its output is in the file that the table names.
@@ -39,8 +39,8 @@ OWN = "0.32"
 EXTRAS = "nixl,offload"
 TESTING = ("pytest", "pytest-timeout", "hypothesis")
 BESIDE_VLLM = ("vllm-router", "orjson")
-PAIRS = ("tests/host/vllm/test_pairs.py", "tests/host/vllm/test_push.py")
-PAIRS_EXPRESSION = "test_tokens_are_those_of_one_engine_alone or test_pushed_prompts_give_the_tokens_of_one_engine"
+PAIRS = ("tests/host/vllm/test_pairs.py", "tests/host/vllm/test_concurrent.py")
+PAIRS_EXPRESSION = "test_tokens_are_those_of_one_engine_alone or test_tokens_of_a_concurrent_router_are"
 VERDICTS = ("of 16", " passed", " failed")
 """What the line of an output says that tells how it ended."""
 LEFT_OUT = "left out: "
@@ -91,7 +91,7 @@ def steps(releases: Sequence[str], is_mixed: bool) -> Iterator[tuple[str, str, l
     """Yield the release, the name and the command of each step."""
     for release in releases:
         python = python_of(release)
-        for mode in ("pull", "push"):
+        for mode in ("sequential", "concurrent"):
             yield release, f"demo, {mode}", [python, "-m", "kvferry.cli.main", "demo", "--mode", mode]
         if release != OWN:  # those of OWN are a part of make test
             yield release, "adapter", [python, "-m", "pytest", "-p", "no:cacheprovider", "tests/adapter"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .host.vllm.engine_pool import ENGINES
-from .host.vllm.handoffs import FIRST_WAVE, NAMED_TOKENS, PAIRS, PUSH_PAIRS, PUSHED_WAVE, Pair
+from .host.vllm.handoffs import CONCURRENT_PAIRS, CONCURRENT_WAVE, FIRST_WAVE, NAMED_TOKENS, PAIRS, Pair
 from .host.vllm.offloads import DOCUMENT_TOKENS, MOVED_AND_KEPT, NUM_ANSWERED, OFFLOADS, SHARED, Offload
 from .matrix_refusals import REFUSALS, Refusal
 from .matrix_results import REPOSITORY, Results
@@ -18,18 +18,18 @@ DOCUMENT = REPOSITORY / "docs" / "matrix.md"
 COMMAND = "make test-matrix"
 MODELS = {
     "gqa": "Qwen3, GQA",
-    "fp8": "Qwen3, GQA, cache in FP8",
-    "mla": "DeepSeek V2, MLA",
-    "gemma": "Gemma 3, sliding windows and full attention",
-    "granite": "Granite 4, Mamba2 and attention",
-    "deepseek": "DeepSeek V3, MLA and experts",
-    "six": "Qwen3, GQA of 6 KV heads",
+    "fp8": "Qwen3, FP8",
+    "mla": "DeepSeek V2",
+    "gemma": "Gemma 3",
+    "granite": "Granite 4",
+    "deepseek": "DeepSeek V3",
+    "six": "Qwen3, 6 KV heads",
     "mqa": "Qwen3, MQA",
-    "lora": "Qwen3, GQA, with a LoRA adapter",
-    "gemma3n": "Gemma 3n, shared caches, sliding windows and full attention",
-    "gemma4": "Gemma 4, shared caches, sliding windows and full attention with wider heads",
-    "gptoss": "gpt-oss, attention sinks, sliding windows and full attention",
-    "qwennext": "Qwen3-Next in bfloat16, gated delta nets and attention",
+    "lora": "Qwen3, LoRA",
+    "gemma3n": "Gemma 3n",
+    "gemma4": "Gemma 4",
+    "gptoss": "gpt-oss",
+    "qwennext": "Qwen3-Next, bfloat16",
 }
 TOKENS = "test_tokens_are_those_of_one_engine_alone"
 CHECKS = {
@@ -37,27 +37,25 @@ CHECKS = {
     "test_what_one_request_moves": "one request",
     "test_labels_arrive_whole_and_nowhere_else": "labels",
     "test_a_fault_in_the_transport_is_seen[swap]": "swapped blocks seen",
-    "test_a_fault_in_the_transport_is_seen[zero]": "zeroed head seen",
+    "test_a_fault_in_the_transport_is_seen[drop]": "left-out bytes seen",
     "test_swapped_labels_are_noticed": "swapped labels seen",
 }
 """The tests that every pair must pass; other tests count where they ran."""
 BYTE_LABELS = ("one request", "labels", "swapped labels seen")
 CHECKS_OF_BYTES = {name: label for name, label in CHECKS.items() if label in BYTE_LABELS}
 """The tests that a pair must pass whose tokens no engine alone computes."""
-CHECKS_OF_WRITES = {name: label for name, label in CHECKS.items() if not label.endswith(" seen")}
-"""The tests that a pair must pass whose prefill engine writes: the faults that change bytes are faults of reads."""
 BYTES_ONLY = "passed, tokens not compared"
 PAIR_COLUMNS = (
-    *("pair", "model", "prefill", "decode", "block", "layout", "transport", "descriptors", "strategy"),
+    *("pair", "model", "prefill", "decode", "block", "layout", "transport", "descriptors"),
     *("requests", "identical", "received / computed", "result"),
 )
-PUSH_CHECKS = {
-    "test_pushed_prompts_give_the_tokens_of_one_engine": "tokens",
+CONCURRENT_CHECKS = {
+    "test_tokens_of_a_concurrent_router_are_those_of_one_engine": "tokens",
     "test_behind_vllm_router_as_it_is": "behind vllm-router",
-    "test_tokens_depend_on_what_is_pushed": "a lost write seen",
+    "test_tokens_depend_on_what_is_written": "a lost write seen",
 }
-"""The tests that every pair with a pushing engine must pass."""
-PUSH_COLUMNS = ("pair", "model", "prefill", "decode", "transport", "shown besides", "result")
+"""The tests that every pair behind a concurrent router must pass."""
+CONCURRENT_COLUMNS = ("pair", "model", "prefill", "decode", "transport", "shown besides", "result")
 OFFLOAD_CHECKS = {
     "test_a_second_pass_computes_almost_nothing": "second pass",
     "test_prompts_around_a_block": "prompts around a block",
@@ -94,34 +92,33 @@ TEXT = """# What works between which engines
 
 Written by `{command}` from what its tests measured; not to be edited. Engines are real vLLM on a CPU, in float32 unless
 the model's name says otherwise, with tiny random models. \
-Of {num_pairs} combinations {num_passed} passed, of {num_pushes} pushes {num_pushed}, \
+Of {num_pairs} combinations {num_passed} passed, of {num_concurrent} behind a concurrent router {num_written}, \
 of {num_offloads} offloads {num_offloaded}, of {num_shared} through a pool {num_found}; of \
 {num_refusals} that must be refused {num_refused} were, with their code. What ran:
 
 {runs}
 
-## Combinations that must work
+## Sequential: combinations that must work
 
 A passed pair gave for every request the tokens of one engine that never received a cache. {at_once} of the requests
 were sent at once, with prompts of {shortest} to {longest} tokens. Received and computed tokens are the decode
-engine's own count. Labels written through one engine's own views were found through the other's, each once. Where the
-decode engine reads, each negative control was seen: blocks swapped, a part zeroed, labels swapped. Block (in tokens;
-of attention where there are states), layout, transport, strategy and descriptors are those of one request of
-{named_tokens} tokens, over all decode ranks; where the two engines differ, both are named. Requests of a model in
-bfloat16 are sent one by one, and its tokens are compared only where both engines have equally many ranks:
-[why](support.md#gated-delta-nets-on-a-cpu).
+engine's own count. Labels written through one engine's own views were found through the other's, each once. Each
+negative control was seen: blocks swapped, bytes left out, labels swapped. Block (in tokens; of attention where there
+are states), layout, transport and descriptors are those of one request of {named_tokens} tokens, over all decode
+ranks; where the two engines differ, both are named. Requests of a model in bfloat16 are sent one by one, and its tokens
+are compared only where both engines have equally many ranks: [why](support.md#gated-delta-nets-on-a-cpu).
 
 {pairs}
 
-## Pushes that must work
+## Concurrent: combinations that must work
 
-The prefill engine writes while it computes. {pushed_at_once} prompts of {shortest_pushed} to {longest_pushed} tokens, \
-all at once, gave the tokens of one
-engine that never received a cache: behind a router of the tests' own, which sends to both engines at once, and behind
-vllm-router unmodified, in its mooncake mode. The decode engine counted every token as received, but for the last one of
-models with windows or states. A write that was silently left out showed in the tokens.
+The prefill engine writes while it computes. {written_at_once} prompts of {shortest_written} to {longest_written}
+tokens, all at once, gave the tokens of one engine that never received a cache: behind a router of the tests' own, which
+sends to both engines at once, and behind vllm-router unmodified, in its mooncake mode. The decode engine counted every
+token as received, but for the last one of models with windows or states. A write that was silently left out showed in
+the tokens.
 
-{pushes}
+{concurrent}
 
 ## Blocks that must be found again
 
@@ -147,7 +144,7 @@ request waited for itself.
 Two engines with `KVFerryConnector` and `KVFerryOffloadConnector` under vLLM's `MultiConnector`, whose own caches hold
 fewer than two of the longest prompts, and host memory not all prompts. Of the {num_answered} requests that are
 answered most are handed from one engine to the other, and one in eight goes to the decode engine alone; others are
-given up while they are computed, loaded or answered. Then no engine keeps a block, a hold, a slot, a pin or a store
+given up while they are computed, loaded or answered. Then no engine keeps a block, a hold, a pin or a store
 for any request.
 
 {both}
@@ -214,7 +211,6 @@ def pair_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
         both(measured.get("layouts", ())),
         measured.get("transport", ""),
         f"{measured['descriptors']:,}" if "descriptors" in measured else "",
-        measured.get("strategy", ""),
         str(traffic.get("requests", "")),
         str(traffic.get("identical", "")),
         f"{traffic['received']:,} / {traffic['computed']:,}" if traffic else "",
@@ -225,17 +221,19 @@ def pair_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
 def pair_result(pair: Pair, found: dict[str, Any]) -> str:
     """Return how a pair's tests ended, and whether they compare its tokens."""
     if pair.is_compared:
-        return result_of(found, CHECKS_OF_WRITES if pair.is_written else CHECKS)
+        return result_of(found)
     result = result_of(found, CHECKS_OF_BYTES)
     return BYTES_ONLY if result == "passed" else result
 
 
-def push_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
-    """Return the cells of a pair of which one engine pushes."""
+def concurrent_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a pair behind a concurrent router."""
     settings = ENGINES[pair.prefill][1]
     passed = [name for name, check in found.get("checks", {}).items() if check["outcome"] == "passed"]
     besides = {
-        name.removeprefix("test_").partition("[")[0].replace("_", " ") for name in passed if name not in PUSH_CHECKS
+        name.removeprefix("test_").partition("[")[0].replace("_", " ")
+        for name in passed
+        if name not in CONCURRENT_CHECKS
     }
     return (
         pair.name,
@@ -244,7 +242,7 @@ def push_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
         shape_of(pair.decode),
         pair.transport,
         "; ".join(sorted(besides)),
-        result_of(found, PUSH_CHECKS),
+        result_of(found, CONCURRENT_CHECKS),
     )
 
 
@@ -334,38 +332,38 @@ def runs(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 def document(results: Results) -> str:
     """Return the text of docs/matrix.md."""
     pairs = [(pair, results.pair(pair.name)) for pair in PAIRS]
-    pushes = [(pair, results.pair(pair.name)) for pair in PUSH_PAIRS]
+    concurrent = [(pair, results.pair(pair.name)) for pair in CONCURRENT_PAIRS]
     offloads = [(pair, results.pair(pair.name)) for pair in OFFLOADS]
     shared = [(pair, results.pair(pair.name)) for pair in SHARED]
     both_connectors = results.pair(MOVED_AND_KEPT.name)
     refusals = [(refusal, results.refusal(refusal.name)) for refusal in REFUSALS]
     found_in_pool = [shared_row(*each) for each in shared]
-    pushed = [push_row(*each) for each in pushes]
+    written = [concurrent_row(*each) for each in concurrent]
     offloaded = [offload_row(*each) for each in offloads]
     rows, refused = [pair_row(*each) for each in pairs], [refusal_row(*each) for each in refusals]
     return TEXT.format(
         command=COMMAND,
         num_pairs=len(rows),
         num_passed=sum(row[-1] in ("passed", BYTES_ONLY) for row in rows),
-        num_pushes=len(pushed),
-        num_pushed=sum(row[-1] == "passed" for row in pushed),
+        num_concurrent=len(written),
+        num_written=sum(row[-1] == "passed" for row in written),
         num_offloads=len(offloaded),
         num_offloaded=sum(row[-1] == "passed" for row in offloaded),
         num_refusals=len(refused),
         num_refused=sum(row[-1] == "refused" for row in refused),
         num_shared=len(found_in_pool),
         num_found=sum(row[-1] == "passed" for row in found_in_pool),
-        runs="\n".join(runs([found for _, found in (*pairs, *pushes, *offloads, *shared, *refusals)]))
+        runs="\n".join(runs([found for _, found in (*pairs, *concurrent, *offloads, *shared, *refusals)]))
         or "Nothing has run.",
         at_once=len(FIRST_WAVE),
         shortest=min(map(len, FIRST_WAVE)),
         longest=max(map(len, FIRST_WAVE)),
         named_tokens=NAMED_TOKENS,
-        pushed_at_once=len(PUSHED_WAVE),
-        shortest_pushed=min(map(len, PUSHED_WAVE)),
-        longest_pushed=max(map(len, PUSHED_WAVE)),
+        written_at_once=len(CONCURRENT_WAVE),
+        shortest_written=min(map(len, CONCURRENT_WAVE)),
+        longest_written=max(map(len, CONCURRENT_WAVE)),
         pairs=table(PAIR_COLUMNS, rows),
-        pushes=table(PUSH_COLUMNS, pushed),
+        concurrent=table(CONCURRENT_COLUMNS, written),
         documents=len(DOCUMENT_TOKENS),
         questions=len(OFFLOADS[0].prompts()),
         offloads=table(OFFLOAD_COLUMNS, offloaded),

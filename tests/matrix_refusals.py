@@ -7,12 +7,12 @@ from kvferry.errors import Reason
 
 
 class Where(StrEnum):
-    """The place of the refusal in the test."""
+    """The place of the refusal in the test: two engines that meet, one that starts, or no engine."""
 
-    ENGINES = "two vLLM engines, at the handshake"
-    START = "a vLLM engine, at its start"
-    ADAPTER = "the adapter, on vLLM's own cache specifications"
-    HANDSHAKE = "the handshake, between translated caches"
+    ENGINES = "engines"
+    START = "start"
+    ADAPTER = "adapter"
+    HANDSHAKE = "handshake"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ REFUSALS = (
     Refusal("another-dtype", "caches of float32 and bfloat16", Reason.DTYPE_MISMATCH, Where.ENGINES),
     Refusal("mla-cross-layer", "MLA in a cross-layer layout on the CPU", Reason.KERNEL_CANNOT_READ_LAYOUT, Where.START),
     Refusal("unknown-layout", "a layout that does not exist", Reason.UNKNOWN_LAYOUT, Where.START),
-    Refusal("pushing-ranks", "pushes of data-parallel ranks", Reason.UNSUPPORTED, Where.START),
+    Refusal("concurrent-ranks", "data-parallel ranks behind a concurrent router", Reason.UNSUPPORTED, Where.START),
     Refusal("context-parallel", "decode context parallelism", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("prefill-context-parallel", "prefill context parallelism", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("quantised-cache", "a cache quantised to NVFP4", Reason.UNSUPPORTED, Where.ADAPTER),

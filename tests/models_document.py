@@ -15,17 +15,17 @@ from .matrix_results import REPOSITORY, Results
 from .small_models.weights import CONFIGS, names
 
 DOCUMENT = REPOSITORY / "docs" / "models.md"
-USES = ("planner", "identity", "views", "alone", "pull", "push", "offload")
+USES = ("planner", "identity", "views", "alone", "sequential", "concurrent", "offload")
 """The columns of a published model: what its tests try, in this order."""
 COLUMNS = ("model", *USES)
 WORKS = ("yes", "equal")
-MOST_CHARACTERS = 200
+MOST_CHARACTERS = 80
 
 TEXT = """# Published models
 
 Written by `make test-models` from what its tests measured; not to be edited. A row is the public `config.json` of a
-model (`tests/model_configs`, whose `sources.json` says where each was found), or one that was put together: see the
-end. The engines are vLLM's on a CPU. They run a small model (`tests/small_models`): the numbers that make a model large
+model (`tests/model_configs`, whose `sources.json` says where each was found), or one that was put together: {composed}.
+The engines are vLLM's on a CPU. They run a small model (`tests/small_models`): the numbers that make a model large
 are made small, and every other field stays. Its weights are random, in the format of the model's quantisation.
 
 * *planner*: `kvferry plan --model` on the whole configuration has the groups, layers, heads, sizes and bytes that
@@ -36,12 +36,12 @@ are made small, and every other field stays. Its weights are random, in the form
   TP 2 to TP 1 and from TP 1 to TP 2, and are compared there. This needs no engine and no kernel, so models are tried
   too that no engine on a CPU runs.
 * *alone*: an engine without a connector runs the small model; or why not.
-* *pull*: {num_prompts} prompts at once, from a prefill engine of TP 2 to a decode engine of TP 1.
-* *push*: the same in mode `push`.
+* *sequential*: {num_prompts} prompts at once, from a prefill engine of TP 2 to a decode engine of TP 1.
+* *concurrent*: the same, sent to both engines at once.
 * *offload*: an engine with offload ends, and the next one loads the prompts' blocks from the disk.
 
 In the last three columns *yes* means that the tokens equal those of *alone*. In every column *no* has the reason of
-vLLM or kvferry, cut to 200 characters; *failed* is a test that failed; *not run* has no result. An engine in bfloat16
+vLLM or kvferry, cut to 80 characters; *failed* is a test that failed; *not run* has no result. An engine in bfloat16
 or with quantised weights computes other tokens at another TP and in another batch, and so does Gemma 4 in float32: such
 an engine is compared at TP 1, and gets one prompt after the other. Where vLLM's CPU build does not run a model's
 quantisation, the last three columns are of the model without it.
@@ -53,10 +53,6 @@ What ran:
 {runs}
 
 {models}
-
-Not as published, but put together from these sources:
-
-{written}
 """
 
 
@@ -72,14 +68,13 @@ def document(results: Results) -> str:
     rows = [row(name, each) for name, each in found.items()]
     works = Counter(use for cells in rows for use, cell in zip(USES, cells[1:], strict=True) if cell.startswith(WORKS))
     sources = json.loads((CONFIGS / "sources.json").read_text())
-    written = [f"* {name}: {each['found_in']}" for name, each in sources.items() if not each["as_published"]]
     return TEXT.format(
+        composed=", ".join(name for name, each in sources.items() if not each["as_published"]),
         num_prompts=len(PROMPTS),
         num_models=len(rows),
         counts=", ".join(f"{works[use]} pass *{use}*" for use in USES),
         runs="\n".join(runs(list(found.values()))) or "Nothing has run.",
         models=table(COLUMNS, rows),
-        written="\n".join(written),
     )
 
 

@@ -142,7 +142,7 @@ class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
     epoch: Unsigned
 
 
-class PushKey(msgspec.Struct, frozen=True):
+class WriteKey(msgspec.Struct, frozen=True):
     receiver: Identifier
     receiver_epoch: Unsigned
     number: Unsigned
@@ -170,7 +170,7 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
 
 class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     epoch: Unsigned
-    key: PushKey
+    key: WriteKey
     registration: Unsigned
     transfer_id: Identifier
     num_tokens: Unsigned
@@ -187,7 +187,7 @@ class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke", tag_field="type"):
     epoch: Unsigned
-    key: PushKey
+    key: WriteKey
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
@@ -195,8 +195,8 @@ class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
     is_quiet: bool
 
 
-class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
-    key: PushKey
+class Written(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
+    key: WriteKey
     source_index: Unsigned
     digest: Identifier
     num_bytes: Unsigned
@@ -205,11 +205,11 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
     transfer_seconds: Annotated[float, msgspec.Meta(ge=0)]
 
 
-class PushFailed(msgspec.Struct, frozen=True, kw_only=True, tag="push-failed", tag_field="type"):
+class WriteFailed(msgspec.Struct, frozen=True, kw_only=True, tag="push-failed", tag_field="type"):
     reason: Identifier
     message: Text
     remedy: Text = ""
-    key: PushKey
+    key: WriteKey
     source_index: Unsigned
 
 
@@ -220,7 +220,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", tag_field="type"):
 
 
 Question = (
-    DirectoryRequest | Renew | Release | Drain | StillWriting | Introduce | Announce | Revoke | Pushed | PushFailed
+    DirectoryRequest | Renew | Release | Drain | StillWriting | Introduce | Announce | Revoke | Written | WriteFailed
 )
 Answer = Directory | Renewed | Draining | Noted | Announced | Revoked | Refusal
 
@@ -682,7 +682,7 @@ class PrefillEngine:
             for sent, received in zip(ours, blocks_of(shard, group, blocks.block_ids), strict=True):
                 received[:] = sent
                 num_bytes += sent.nbytes
-        report = Pushed(announce.key, 0, announce.digest, num_bytes, 1, "cma", 0.001)
+        report = Written(announce.key, 0, announce.digest, num_bytes, 1, "cma", 0.001)
         answer = ask(destination.answers_at.port, report, self._keys)
         assert answer == Noted(destination.answers_at.epoch), answer
 
@@ -696,7 +696,7 @@ class DecodeEngine:
 
     def __init__(self, identity: Identity, keys: Keys | None = None) -> None:
         self.identity, self._keys, self.epoch = identity, keys, 9010
-        self.reports: list[Pushed | PushFailed] = []
+        self.reports: list[Written | WriteFailed] = []
         self.has_report = threading.Event()
         self.server = Server(self._report, keys)
 
@@ -768,7 +768,7 @@ class DecodeEngine:
         blocks = (AnnouncedBlocks(group.name, 0, num_tokens, 0, tuple(block_ids)),)
         announcement = Announce(
             epoch=where.epoch,
-            key=PushKey("nine/0", self.epoch, 1),
+            key=WriteKey("nine/0", self.epoch, 1),
             registration=0,
             transfer_id=transfer_id,
             num_tokens=num_tokens,
@@ -782,10 +782,10 @@ class DecodeEngine:
         return announced
 
     def revoke(self, port: int, epoch: int) -> Answer:
-        return self.ask(port, Revoke(epoch, PushKey("nine/0", self.epoch, 1)))
+        return self.ask(port, Revoke(epoch, WriteKey("nine/0", self.epoch, 1)))
 
     def _report(self, question: Question) -> Answer:
-        assert isinstance(question, Pushed | PushFailed)
+        assert isinstance(question, Written | WriteFailed)
         self.reports.append(question)
         self.has_report.set()
         return Noted(self.epoch)

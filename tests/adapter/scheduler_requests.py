@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
@@ -25,30 +25,36 @@ IDENTITY = Identity("m", "w", "a", "float32", 2, 2, 8, "none", "float32")
 
 
 def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Give a function that makes a role for a model of these cache groups, and end the roles afterwards."""
+    """Give a function that makes a role for a model of these cache groups, and end the roles afterwards.
+
+    ``clears_untold`` makes an engine of vLLM's second model runner that clears new blocks.
+    """
     roles: list[scheduler_role.SchedulerRole] = []
 
     def make(
         *groups: GroupShape,
         dp_rank: int = 0,
-        mode: Literal["pull", "push"] = "pull",
         kv_role: str = "kv_both",
         prefix_caching: bool = True,
         num_ranks: int = 1,
+        num_stages: int = 1,
+        num_dp_ranks: int = 1,
         num_hosts: int = 1,
         executor: Any = "mp",
+        drafts: Any = None,
+        clears_untold: bool = False,
         **settings: Any,
     ) -> scheduler_role.SchedulerRole:
         parallel = SimpleNamespace(
             tensor_parallel_size=num_ranks,
-            pipeline_parallel_size=1,
+            pipeline_parallel_size=num_stages,
             data_parallel_index=dp_rank,
-            data_parallel_size=1,
+            data_parallel_size=num_dp_ranks,
             use_ubatching=False,
             nnodes_within_dp=num_hosts,
             distributed_executor_backend=executor,
         )
-        engine_id, given = f"engine-{len(roles)}", Settings(mode=mode, **settings)
+        engine_id, given = f"engine-{len(roles)}", Settings(**settings)
         transfer = SimpleNamespace(
             engine_id=engine_id,
             kv_role=kv_role,
@@ -61,13 +67,14 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             cache_config=SimpleNamespace(
                 enable_prefix_caching=prefix_caching, get_resolved_kv_cache_layout=lambda: KVCacheLayout.BHLNC
             ),
-            use_v2_model_runner=False,
-            speculative_config=None,
+            use_v2_model_runner=clears_untold,
+            speculative_config=drafts,
             lora_config=None,
         )
+        caches: Any = SimpleNamespace(needs_kv_cache_zeroing=clears_untold)
         monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: IDENTITY)
         monkeypatch.setattr(scheduler_role, "group_shapes", lambda *_: groups)
-        role: Any = scheduler_role.SchedulerRole(config, None, engine_id, given)  # type: ignore[arg-type]
+        role: Any = scheduler_role.SchedulerRole(config, caches, engine_id, given)
         role.bind_block_pool(BlockPool())
         roles.append(role)
         return role

@@ -220,7 +220,6 @@ def ports_between_engines(settings: Settings, environment: Mapping[str, str]) ->
     assert settings.port, "a firewall cannot admit a free port"
     assert settings.rank_ports, "a firewall cannot admit the free ports of ranks"
     assert settings.transport in ("auto", "nixl"), "the test does not know the ports of other transports"
-    assert settings.mode == "pull", "the test does not know the ports of pushes"
     first, _, last = environment[UCX_PORTS].partition("-")
     found = {
         "control": range(settings.port, settings.port + 1),

@@ -5,8 +5,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvferry.handoff.push.sender import END, BlockList, Prompt
-from kvferry.integrations.vllm.step import PromptLoad, PushedPrompt, StepMetadata
+from kvferry.handoff.source import END, BlockList, Prompt
+from kvferry.integrations.vllm.step import PromptLoad, AnnouncedPrompt, StepMetadata
 
 from ..local.engines_in_process import BLOCK_SIZE, whole_blocks
 from . import test_vllm_push_workers as shared
@@ -20,7 +20,7 @@ OURS, THEIRS = "prompt", "another prompt"
 def announce(workers: Workers, transfer_id: str, num_tokens: int, digest: str, seconds: float = 20.0) -> None:
     """Order a load whose parameters are forged; the digest is that of the decode engine's own prompt."""
     blocks = (whole_blocks("full", [0] * 3, TARGET_IDS),)
-    pushed = PushedPrompt(transfer_id, num_tokens, digest)
+    pushed = AnnouncedPrompt(transfer_id, num_tokens, digest)
     order = PromptLoad("r", seconds, workers.hold, None, num_tokens, blocks, pushed=pushed)
     workers.step([workers.receiver], StepMetadata(loads=[order]))
 

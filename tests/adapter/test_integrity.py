@@ -95,15 +95,14 @@ def test_an_engine_that_keeps_fewer_digests_is_refused(make_engine: Any) -> None
     assert (answer.has_failed, take_outcome(decode)[0]) == (True, [Reason.UNSUPPORTED.value])
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_the_default_is_a_sample_which_a_push_does_not_require(mode: str) -> None:
-    given = {name: parse_settings({"mode": mode, "integrity": name}) for name in ("auto", "off", "sample", "full")}
-    assert given["auto"] == parse_settings({"mode": mode})
+def test_the_default_is_a_sample_which_no_load_requires() -> None:
+    given = {name: parse_settings({"integrity": name}) for name in ("auto", "off", "sample", "full")}
+    assert given["auto"] == parse_settings({})
     assert [each.wanted_integrity.value for each in given.values()] == ["sample", "off", "sample", "full"]
     assert [each.requires_digests for each in given.values()] == [False, True, True, True]
 
 
-def test_a_pull_of_numbers_that_have_no_digests_compares_nothing_by_default(
+def test_a_load_of_numbers_that_have_no_digests_compares_nothing_by_default(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No cache of vLLM has such numbers: here those of 4 bytes are as ones of 8 would be."""
@@ -116,13 +115,12 @@ def test_a_pull_of_numbers_that_have_no_digests_compares_nothing_by_default(
     assert take_outcome(decode) == ([], 0)
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("integrity", ["sample", "full"])
 def test_an_engine_that_must_compare_numbers_that_have_no_digests_does_not_start(
-    integrity: str, mode: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    integrity: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digest_cells, "_ITEM_SIZES", (1, 2))
     with pytest.raises(PlanError) as caught:
-        make_engine(MODELS["full attention"], integrity=integrity, mode=mode)
+        make_engine(MODELS["full attention"], integrity=integrity)
     assert caught.value.reason is Reason.UNSUPPORTED
     assert '"integrity" to "off"' in caught.value.remedy

@@ -77,7 +77,7 @@ def test_no_mutation_of_valid_parameters_gives_wrong_bytes(
     model: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slot of the guard word is not looked at: the word itself names the prompt."""
-    monkeypatch.setattr("kvferry.execution.writer.LATE_WORD_SECONDS", 0.05)
+    monkeypatch.setattr("kvferry.execution.source.LATE_WORD_SECONDS", 0.05)
     check_mutations(model, writing(make_engine), ["another slot", "another request's slot"])
 
 

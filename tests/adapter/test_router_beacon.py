@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from kvferry.errors import HandoffError, Reason, SettingsError
 from kvferry.integrations.vllm.scheduler import router_beacon
-from kvferry.integrations.vllm.scheduler.params import PushParams, parse_push_params
+from kvferry.integrations.vllm.scheduler.params import TransferParams, parse_push_params
 from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_zmq_address
 from kvferry.integrations.vllm.settings import parse_settings
 
@@ -66,7 +66,7 @@ def test_an_engine_registers_once_its_api_server_listens() -> None:
 
 def test_request_ids_say_where_the_prompt_comes_from() -> None:
     request_id = f"cmpl-___prefill_addr_{PLACE}___decode_addr_host:d,handshake:1,notify:2,engine:d@9_{'0' * 32}-0-abc"
-    assert parse_push_params(TO_DECODE, request_id) == PushParams("tx-1", "p@7", "http://127.0.0.1:8998")
+    assert parse_push_params(TO_DECODE, request_id) == TransferParams("tx-1", "p@7", "http://127.0.0.1:8998")
     with pytest.raises(HandoffError) as refused:
         parse_push_params(TO_DECODE, "cmpl-1")
     assert refused.value.reason is Reason.MALFORMED_MESSAGE

@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import RankEntry, Release, Renew
-from kvferry.handoff.push.sender import END, BlockList
+from kvferry.handoff.source import END, BlockList
 from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.connector import KVFerryConnector

@@ -33,13 +33,13 @@ from kvferry.handoff.messages import (
     Release,
     StillWriting,
 )
-from kvferry.handoff.push.sender import END, BlockList, Prompt
+from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.step import EngineEndPoint, PromptLoad, PushedPrompt, StepMetadata
+from kvferry.integrations.vllm.step import EngineEndPoint, PromptLoad, AnnouncedPrompt, StepMetadata
 from kvferry.integrations.vllm.translate.shards import decode_rank_entry
 from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps
@@ -86,7 +86,7 @@ class Workers:
 
     def announce(self, request_id: str = "r", seconds: float = SECONDS, adapter: str = "") -> None:
         blocks = (whole_blocks("full", [0] * 3, TARGET_IDS),)
-        prompt = PushedPrompt("x", 3 * BLOCK_SIZE, "prompt", adapter)
+        prompt = AnnouncedPrompt("x", 3 * BLOCK_SIZE, "prompt", adapter)
         order = PromptLoad(request_id, seconds, self.hold, None, 3 * BLOCK_SIZE, blocks, pushed=prompt)
         self.step([self.receiver], StepMetadata(loads=[order]))
 
@@ -216,7 +216,7 @@ def test_a_pushed_block_that_never_arrived_fails_the_request(
 ) -> None:
     """The transport loses the last source's part of one block; the request after the next push is right."""
     workers = Workers(monkeypatch, tmp_path, integrity=integrity)
-    note, lost = announce.AwaitedPush._note_pushed, [TARGET_IDS[1]]
+    note, lost = announce.AwaitedLoad._note_pushed, [TARGET_IDS[1]]
 
     def lose(push: Any, receiving: Any, event: Any) -> None:
         if event.source_index == 1:
@@ -224,7 +224,7 @@ def test_a_pushed_block_that_never_arrived_fails_the_request(
             workers.target.cache[lost, columns:] = 0
         note(push, receiving, event)
 
-    monkeypatch.setattr(announce.AwaitedPush, "_note_pushed", lose)
+    monkeypatch.setattr(announce.AwaitedLoad, "_note_pushed", lose)
     try:
         workers.announce()
         workers.compute(END)
@@ -581,7 +581,7 @@ def test_a_rank_may_push_and_be_pushed_to_at_once(monkeypatch: pytest.MonkeyPatc
             # Not those that the same ranks push.
             blocks = (whole_blocks("full", [0], [TARGET_IDS[number % 3]]),)
             order = PromptLoad(
-                f"s{number}", SECONDS, hold, 0, BLOCK_SIZE, blocks, pushed=PushedPrompt("y", 4, "prompt")
+                f"s{number}", SECONDS, hold, 0, BLOCK_SIZE, blocks, pushed=AnnouncedPrompt("y", 4, "prompt")
             )
             workers.step(workers.senders, StepMetadata(loads=[order]))
         prompt = Prompt(BLOCK_SIZE, "prompt", {"full": BlockList(0, [5])}, END)

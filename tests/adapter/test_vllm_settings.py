@@ -11,7 +11,6 @@ import pytest
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm.settings import Settings, control_port, parse_settings
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan.staging.strategy import Strategy
 
 from ..local.engines_in_process import filled_ranks
 
@@ -40,8 +39,7 @@ def test_an_unknown_setting_names_the_nearest(wrong: str, nearest: str) -> None:
         {"lease_seconds": "long"},
         {"lease_seconds": 10, "max_hold_seconds": 9},
         {"host": ""},
-        {"mode": "fetch"},
-        {"strategy": "fast"},
+        {"integrity": "most"},
         {"transfer_cores": [-1]},
     ],
 )
@@ -60,8 +58,9 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
         ({"allowed_hosts": ["127.0.0.2"]}, False),
         ({"host": "192.0.2.2", "allow_unauthenticated": True}, True),
         ({"host": "0.0.0.0", "advertised_host": "prefill-0", "allow_unauthenticated": True}, True),
-        ({"allowed_hosts": ["10.1.0.0/16"]}, True),
-        ({"allow_unauthenticated": True}, True),
+        ({"allowed_hosts": ["10.1.0.0/16"]}, False),
+        ({"allow_unauthenticated": True}, False),
+        ({"advertised_host": "192.0.2.2", "allowed_hosts": ["10.1.0.0/16"]}, True),
     ],
 )
 def test_transports_listen_for_other_hosts_only_where_the_engine_does(
@@ -78,44 +77,27 @@ def test_transports_listen_for_other_hosts_only_where_the_engine_does(
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1), kv_transfer_config=None)
     role.WorkerRole(config, None, parse_settings(settings))  # type: ignore[arg-type]
     [(name, network)] = opened
-    assert (name, network.listens_at != "127.0.0.1" or bool(network.reaches)) == ("auto", is_meant)
+    assert (name, network.listens_at != "127.0.0.1") == ("auto", is_meant)
     with pytest.raises(HandoffError) if "allow_unauthenticated" not in settings else nullcontext():
         network.addresses_of("203.0.113.1", 5600)
 
 
 @pytest.mark.parametrize(
-    ("settings", "loads", "listens_at"),
+    ("settings", "listens_at"),
     [
-        ({"host": "192.0.2.2"}, True, "192.0.2.2"),
-        ({"host": "192.0.2.2"}, False, "192.0.2.2"),
-        ({"host": "prefill-0"}, False, "prefill-0"),
-        ({"host": "0.0.0.0", "advertised_host": "192.0.2.2"}, False, ""),
-        ({}, False, "127.0.0.1"),
-        ({}, True, "127.0.0.1"),
-        ({"advertised_host": "192.0.2.2"}, False, ""),
+        ({"host": "192.0.2.2"}, "192.0.2.2"),
+        ({"host": "prefill-0"}, "prefill-0"),
+        ({"host": "0.0.0.0", "advertised_host": "192.0.2.2"}, ""),
+        ({}, "127.0.0.1"),
+        ({"allowed_hosts": ["prefill-0"]}, "127.0.0.1"),
+        ({"advertised_host": "192.0.2.2"}, ""),
     ],
     ids=str,
 )
-def test_with_keys_transports_listen_where_the_engine_does(
-    settings: dict[str, Any], loads: bool, listens_at: str
-) -> None:
-    parsed = parse_settings({**settings, "keys": "folder"})
-    assert (parsed.transports_listen_at(loads=loads), parsed.transports_reach(loads=loads)) == (listens_at, ())
-
-
-@pytest.mark.parametrize("trust", [{"keys": "folder"}, {"allow_unauthenticated": True}], ids=str)
-def test_a_decode_engine_on_loopback_connects_through_the_interfaces_to_its_allowed_hosts(
-    trust: dict[str, Any],
-) -> None:
-    """UCX listened on every interface, and any process that reaches it can read and write the cache."""
-    hosts = ["prefill-0", "10.1.0.0/16"]
-    anywhere = parse_settings({"allow_unauthenticated": True})
-    assert (anywhere.transports_listen_at(loads=True), anywhere.transports_reach(loads=True)) == ("", ())
-    decode = parse_settings({**trust, "allowed_hosts": hosts})
-    assert (decode.transports_listen_at(loads=True), decode.transports_reach(loads=True)) == ("127.0.0.1", tuple(hosts))
-    assert decode.transports_reach(loads=False) == ()
-    elsewhere = parse_settings({**trust, "allowed_hosts": hosts, "host": "192.0.2.2"})
-    assert (elsewhere.transports_listen_at(loads=True), elsewhere.transports_reach(loads=True)) == ("192.0.2.2", ())
+def test_transports_listen_where_the_engine_does(settings: dict[str, Any], listens_at: str) -> None:
+    """An engine on loopback is met by its own host alone, whomever it trusts: any process of another could write."""
+    for trust in ({"keys": "folder"}, {"allow_unauthenticated": True}):
+        assert parse_settings({**settings, **trust}).transports_listen_at == listens_at
 
 
 @pytest.mark.parametrize("given", ["5700", "5700-", "5799-5700", "0-5", "5700-70000", "5700-5799,5900-5999", "a-b"])
@@ -139,46 +121,34 @@ def test_no_port_of_an_engine_is_one_that_its_ranks_may_take_first() -> None:
         control_port(settings, 1)
     for more, port in (
         ({"port": 5700}, "port 5700"),
-        ({"mode": "push", "bootstrap_port": 5799}, "bootstrap_port 5799"),
+        ({"bootstrap_port": 5799}, "bootstrap_port 5799"),
     ):
         with pytest.raises(SettingsError, match=f"{port}.* is also in rank_ports") as refusal:
             parse_settings({"rank_ports": "5700-5799", **more})
         assert refusal.value.reason is Reason.INVALID_SETTING
 
 
-def test_rank_ports_are_for_engines_that_write_or_are_written_to() -> None:
-    for settings in ({}, {"mode": "push"}, {"mode": "push", "held_prompts": "read"}, {"held_prompts": "write"}):
-        assert parse_settings({"rank_ports": "5700-5799", **settings}).rank_ports
-
-
-@pytest.mark.parametrize("given", [{"rank_ports": "5700-5799"}, {"fence_seconds": 10}], ids=str)
-def test_settings_for_writes_are_refused_because_of_held_prompts_where_these_are_read(given: dict[str, Any]) -> None:
-    [name] = given
-    with pytest.raises(SettingsError, match=f"{name} is set, and with held_prompts 'read' nothing uses it") as refusal:
-        parse_settings({**given, "held_prompts": "read"})
-    assert refusal.value.reason is Reason.INVALID_SETTING
-    assert refusal.value.remedy == f'Set "held_prompts" to "auto" or "write", or leave "{name}" out.'
-
-
-def test_settings_for_pushes_are_refused_because_of_the_mode_where_prompts_are_pulled() -> None:
-    for name, value in (("bootstrap_port", 8998), ("router_address", "a:1"), ("http_address", "b:1")):
-        with pytest.raises(SettingsError, match=f"{name} is set, and mode 'pull' does not use it") as refusal:
-            parse_settings({name: value})
-        assert refusal.value.reason is Reason.INVALID_SETTING
-        assert refusal.value.remedy == f'Set "mode" to "push", or leave "{name}" out.'
+def test_every_engine_may_have_the_ports_of_ranks_and_of_concurrent_routers() -> None:
+    assert (
+        parse_settings({"rank_ports": "5700-5799", "bootstrap_port": 8998, "fence_seconds": 10}).bootstrap_port == 8998
+    )
+    assert parse_settings({"router_address": "a:1", "http_address": "b:1"}).router_address == "a:1"
 
 
 def test_no_time_exceeds_the_greatest_age_of_a_hold() -> None:
     for settings, message in (
         ({"load_timeout_seconds": 601}, r"load_timeout_seconds \(601\) is above max_hold_seconds \(600, the default\)"),
-        ({"max_hold_seconds": 40}, r"lease_seconds \(60, the default\) is above max_hold_seconds \(40\)"),
-        ({"max_hold_seconds": 20}, r"load_timeout_seconds \(30, the default\) is above max_hold_seconds \(20\)"),
+        (
+            {"load_timeout_seconds": 9, "max_hold_seconds": 40},
+            r"lease_seconds \(60, the default\) is above max_hold_seconds",
+        ),
+        ({"max_hold_seconds": 20}, r"load_timeout_seconds \(120, the default\) is above max_hold_seconds \(20\)"),
     ):
         with pytest.raises(SettingsError, match=message) as refusal:
             parse_settings(settings)
         assert refusal.value.reason is Reason.INVALID_SETTING
         assert "Set max_hold_seconds to at least" in refusal.value.remedy
-    assert parse_settings({"load_timeout_seconds": 90, "max_hold_seconds": 90}).load_seconds == 90
+    assert parse_settings({"load_timeout_seconds": 90, "max_hold_seconds": 90}).max_hold_seconds == 90
 
 
 def test_an_unknown_transport_is_refused_before_the_model_is_loaded() -> None:
@@ -198,16 +168,16 @@ def test_a_transfer_log_needs_a_folder(tmp_path: Path) -> None:
 def test_a_handshake_ends_before_the_load_that_waits_for_it() -> None:
     assert parse_settings({}).handshake_timeout_seconds == 15
     assert parse_settings({"load_timeout_seconds": 10}).handshake_timeout_seconds == 5
-    assert parse_settings({"load_timeout_seconds": 120, "lease_seconds": 180}).handshake_timeout_seconds == 60
-    assert parse_settings({"mode": "push"}).handshake_timeout_seconds == 15
-    assert parse_settings({"mode": "push", "load_timeout_seconds": 10}).handshake_timeout_seconds == 5
-    assert parse_settings({"mode": "push", "load_timeout_seconds": 600}).handshake_timeout_seconds == 15
+    assert parse_settings({"lease_seconds": 180}).handshake_timeout_seconds == 45
+    assert parse_settings({"load_timeout_seconds": 600}).handshake_timeout_seconds == 15
 
 
-def test_a_push_waits_for_its_prompt_by_default() -> None:
-    assert (parse_settings({}).load_seconds, parse_settings({"mode": "push"}).load_seconds) == (30, 120)
-    given = parse_settings({"mode": "push", "load_timeout_seconds": 600})
-    assert given.load_seconds == 600, "an announced push reads nothing under a lease"
+def test_a_load_waits_as_long_behind_every_router() -> None:
+    assert parse_settings({}).load_timeout_seconds == 120
+    for former in ("mode", "held_prompts", "strategy"):
+        with pytest.raises(SettingsError) as refusal:
+            parse_settings({former: "auto"})
+        assert refusal.value.reason is Reason.UNKNOWN_SETTING
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "[::]", "*"])
@@ -221,17 +191,6 @@ def test_every_interface_is_refused_as_an_advertised_address(host: str) -> None:
         assert '"advertised_host"' in refusal.value.remedy
     given = {"host": host, "advertised_host": "prefill-0", "allow_unauthenticated": True}
     assert parse_settings(given).host == host
-
-
-def test_a_strategy_is_chosen_or_named() -> None:
-    assert parse_settings({}).wanted_strategy is Strategy.DIRECT
-    assert parse_settings({"strategy": "auto"}).wanted_strategy is None
-    assert parse_settings({"strategy": "scatter"}).wanted_strategy is Strategy.SCATTER
-
-
-@pytest.mark.parametrize(("strategy", "scatters"), [("direct", False), ("scatter", True), ("auto", True)])
-def test_a_rank_has_the_stage_that_its_strategy_needs(strategy: str, scatters: bool) -> None:
-    assert parse_settings({"strategy": strategy}).scatters is scatters
 
 
 def engine(use_mla: bool = False, is_hybrid: bool = False) -> Any:

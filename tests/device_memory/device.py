@@ -11,7 +11,7 @@ from kvferry.execution import cuda_driver, device_memory, device_merge
 from kvferry.execution.device import OVER, Mark
 from kvferry.execution.stage import put_in_place
 from kvferry.layout.shard import Region
-from kvferry.plan.staging.scatter import Merge
+from kvferry.execution.device_merge import Merge
 from kvferry.transport import nixl, registry
 
 from ..local import cache_memory

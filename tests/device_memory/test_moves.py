@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kvferry.arrays import Bytes, Descriptors
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Read
 from kvferry.execution.route import Route

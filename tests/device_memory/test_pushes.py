@@ -6,7 +6,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import Integrity
 
 from ..local import test_push, test_push_integrity
-from ..local.engines_that_push import Batches, Pairs, engines
+from ..local.engines_that_write import Batches, Pairs, engines
 from . import standin_nixl
 
 __all__ = ["engines"]

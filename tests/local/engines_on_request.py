@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.execution.announce import FENCE_SECONDS, Announcer, PushedRequest
+from kvferry.execution.destination import FENCE_SECONDS, Announcer, Announcement
 from kvferry.execution.digests import DigestTable
 from kvferry.execution.guard_words import GuardWords, Held, StepWords
 from kvferry.execution.job import JobResult
@@ -17,7 +17,7 @@ from kvferry.execution.pair_cells import pushed_digests
 from kvferry.execution.read import Read
 from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.stage import Stage
-from kvferry.execution.writer import Writer
+from kvferry.execution.source import Writer
 from kvferry.handoff.guard_word import HeldPrompt, guard_word
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, Handle, RankEntry
 from kvferry.handoff.remote_holds import RemoteHold
@@ -32,7 +32,7 @@ from kvferry.transport.faults import FaultPlan
 from ..waits import wait_until
 from . import cache_memory
 from .engines_in_process import BLOCK_SIZE, EPOCH, GENERATION, HOST, IDENTITY, SLOT, HoldsCache
-from .engines_that_push import SECONDS, Parts
+from .engines_that_write import SECONDS, Parts
 
 PROMPT = "prompt"
 
@@ -188,7 +188,7 @@ class LoadingRank(Parts):
 
         read = Read(job_id, reads, now + seconds, now + late_seconds)  # type: ignore[arg-type]
         prompt = held.prompt
-        push = PushedRequest(
+        push = Announcement(
             job_id, transfer_id, prompt.num_tokens, prompt.prompt_digest, now + seconds, "", late_seconds
         )
         request = HeldRequest(push, engine, sources)  # type: ignore[arg-type]

@@ -6,10 +6,10 @@ directory and ends with its standard input.
 
 import sys
 
-from kvferry.handoff.push.sender import END
+from kvferry.handoff.source import END
 
 from .engines_in_process import PrefillEngine, filled_ranks
-from .engines_that_push import Batches, SendingEngine
+from .engines_that_write import Batches, SendingEngine
 
 SOURCE_IDS = [5, 0, 3]
 NUM_TRANSFERS = 64

@@ -29,7 +29,6 @@ from kvferry.handoff.wire.keys import make_keys
 from kvferry.handoff.wire.server import Server
 from kvferry.harness import launch, virtual_hosts
 from kvferry.harness.launch import Role
-from kvferry.transport import nixl
 
 CONFIGS, MODEL = Path(__file__).parents[1] / "model_configs", Path("model")
 PREFILL: Role = "kv_producer"
@@ -167,44 +166,24 @@ def test_doctor_says_why_there_is_no_pool(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("found", "variables", "said"),
-    [
-        (
-            [],
-            {},
-            "nixl: UCX finds no RDMA device that it can use (mlx5_9:1: its state is DOWN)",
-        ),
-        (["mlx5_0:1"], {}, "read: UCX has an RDMA device"),
-        (["mlx5_0:1"], {"NET_DEVICES": "eth0,mlx5_0:1"}, "read: UCX has an RDMA device"),
-        (["mlx5_0:1"], {"NET_DEVICES": "mlx5_0"}, "read: UCX has an RDMA device"),
-        (["mlx5_0:1"], {"NET_DEVICES": "mlx5_[0-3]:1"}, "read: UCX has an RDMA device"),
-        (["mlx5_0:1"], {"NET_DEVICES": "^eth0"}, "read: UCX has an RDMA device"),
-        (["mlx5_0:1"], {"NET_DEVICES": "eth0"}, "written on request over nixl: UCX may use eth0 alone"),
-        (["mlx5_0:1"], {"NET_DEVICES": "mlx5_0:2"}, "written on request over nixl: UCX may use mlx5_0:2 alone"),
-        (["mlx5_0:1"], {"NET_DEVICES": "^mlx5_0:1"}, "written on request over nixl: UCX may use ^mlx5_0:1 alone"),
-        (["mlx5_0:1"], {"TLS": "rc,cuda_copy"}, "read: UCX has an RDMA device"),
-        (["mlx5_0:1"], {"TLS": r"\rc_mlx5,tcp"}, "read: UCX has an RDMA device"),
-        (["mlx5_0:1"], {"TLS": "^tcp"}, "read: UCX has an RDMA device"),
-        (["mlx5_0:1"], {"TLS": "tcp,sm"}, "written on request over nixl: UCX_TLS=tcp,sm leaves no RDMA transport"),
-        (["mlx5_0:1"], {"TLS": "ud,tcp"}, "written on request over nixl: UCX_TLS=ud,tcp leaves no RDMA transport"),
-        (["mlx5_0:1"], {"TLS": "^ib"}, "written on request over nixl: UCX_TLS=^ib leaves no RDMA transport"),
-        (["mlx5_0:1"], {"MODULES": "^efa"}, "read: UCX has an RDMA device"),
-        (["mlx5_0:1"], {"MODULES": "^ib"}, "written on request over nixl: UCX_MODULES=^ib leaves RDMA out"),
-        (["mlx5_0:1"], {"MODULES": "cu*,cma"}, "written on request over nixl: UCX_MODULES=cu*,cma leaves RDMA out"),
-    ],
+    ("addresses", "health"),
+    [(["127.0.1.1"], Health.WARNING), (["127.0.1.1", "192.0.2.7"], Health.OK), ([], Health.WARNING)],
 )
-def test_doctor_says_whether_held_prompts_are_read_or_written_and_why(
-    found: list[str], variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+def test_doctor_names_the_address_where_prefill_engines_look_for_decode_ranks(
+    addresses: list[str], health: Health, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl, "rdma_devices", lambda: found)
-    monkeypatch.setattr(nixl, "rdma_ports", lambda: {"mlx5_9:1": "its state is DOWN"})
-    for name in ("NET_DEVICES", "TLS", "MODULES"):
-        monkeypatch.delenv(f"UCX_{name}", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(f"UCX_{name}", value)
-    (finding,) = doctor.check_held_prompts()
-    assert finding.health is Health.OK
-    assert said in finding.found
+    def found(*_: object, **__: object) -> list[tuple[object, ...]]:
+        if not addresses:
+            raise OSError("Name or service not known")
+        return [(None, None, None, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "decode-0")
+    monkeypatch.setattr(doctor.socket, "getaddrinfo", found)
+    (finding,) = doctor.check_addresses()
+    assert finding.health is health
+    assert "decode-0" in finding.found
+    assert ('"advertised_host"' in finding.advice) is (health is Health.WARNING)
+    assert ('"rank_ports"' in finding.advice) is (addresses == ["127.0.1.1"])
 
 
 def test_version() -> None:

@@ -1,4 +1,4 @@
-"""The GPU kernel for stages, in Triton's interpreter on host memory: its bytes are those of the CPU's copies."""
+"""The GPU kernel for merges, in Triton's interpreter on host memory: its bytes are those of numpy's copies."""
 
 import importlib.util
 import itertools
@@ -8,23 +8,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
-import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.arrays import Bytes
+from kvferry.arrays import Bytes, memory_at
 from kvferry.errors import Reason, TransportError
-from kvferry.execution import stage as staging
-from kvferry.execution.device import CudaOrder
-from kvferry.execution.device_merge import TILE_BITS, element_width, merge_table, prepare
-from kvferry.execution.stage import put_in_place
-from kvferry.plan.staging.scatter import Merge
-
-from .fake_cuda import FakeCuda
+from kvferry.execution import device_merge
+from kvferry.execution.device_merge import TILE_BITS, Merge, element_width, merge_table, prepare
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
@@ -87,6 +80,17 @@ def launch(merges: Sequence[Merge], stage: Bytes, tile_bits: int = TILE_BITS) ->
         copies.merge()
 
 
+def put_in_place(merge: Merge, stage_address: int) -> None:
+    """Copy one merge from the stage into the cache by numpy, all blocks by one assignment."""
+    counts, stage_strides, cache_strides = zip(*merge.loops[::-1], strict=True) if merge.loops else ((), (), ())
+    blocks = merge.destination_blocks
+    in_stage = (merge.stage_block_stride, *stage_strides)
+    stage = memory_at(stage_address + merge.stage_offset, (len(blocks), *counts), in_stage, merge.run_bytes)
+    shape = (int(blocks.max()) + 1, *counts)
+    in_cache = (merge.destination_block_stride, *cache_strides)
+    memory_at(merge.destination_address, shape, in_cache, merge.run_bytes)[blocks] = stage
+
+
 @st.composite
 def strides(draw: st.DrawFn, counts: Sequence[int], run_bytes: int) -> tuple[list[int], int]:
     """Return a stride for each count, in any order of nesting and with any gaps, and the bytes that all of it spans."""
@@ -140,14 +144,14 @@ def test_any_copies_move_exactly_their_bytes(case: Case, tile_bits: int) -> None
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
-def test_kernel_and_cpu_do_the_same(case: Case) -> None:
+def test_kernel_and_numpy_do_the_same(case: Case) -> None:
     stage, cache = labelled(case.stage_bytes, 0), labelled(case.cache_bytes, 1)
-    by_cpu = labelled(case.cache_bytes, 1)
-    for merge in case.at(by_cpu):
+    by_numpy = labelled(case.cache_bytes, 1)
+    for merge in case.at(by_numpy):
         if merge.num_runs:
             put_in_place(merge, int(stage.ctypes.data))
     launch(case.at(cache), stage)
-    assert (cache == by_cpu).all()
+    assert (cache == by_numpy).all()
 
 
 def head_merge(num_blocks: int, cache_address: int) -> list[Merge]:
@@ -160,9 +164,9 @@ def head_merge(num_blocks: int, cache_address: int) -> list[Merge]:
     ]
 
 
-def test_one_launch_merges_heads_of_all_blocks() -> None:
+def test_one_call_merges_heads_of_all_blocks() -> None:
     stage, cache = labelled(4 * 16384, 0), labelled(4 * 16384, 1)
-    launch(head_merge(4, int(cache.ctypes.data)), stage)
+    device_merge.merge(head_merge(4, int(cache.ctypes.data)), int(stage.ctypes.data), "cpu")
     halves = stage.reshape(2, 4, 16, 512)
     assert (cache.reshape(4, 16, 2, 512)[::-1] == halves.transpose(1, 2, 0, 3)).all()
 
@@ -253,60 +257,3 @@ def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_at_once(tmp_path: Path
     assert program.returncode == 0, program.stderr
     for instruction in ("ld.global.v2.b64", "st.global.v2.b64", "st.global.b8", "st.global.b16", "st.global.b32"):
         assert instruction in program.stdout
-
-
-BENCHMARK = Path(__file__).parents[2] / "benchmarks/device_merge.py"
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("device_merge_benchmark", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="measures where there is a GPU")
-def test_without_a_gpu_the_benchmark_says_so(
-    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(typer.Exit) as caught:
-        benchmark.main(json_path=tmp_path / "rows.json")
-    assert caught.value.exit_code == 2
-    assert "needs a CUDA device" in capsys.readouterr().err
-    assert not (tmp_path / "rows.json").exists()
-
-
-@pytest.mark.parametrize("engines", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC", "BHLNC"])
-def test_the_benchmarks_cases_move_a_whole_request_and_its_check_sees_a_wrong_byte(
-    benchmark: ModuleType, engines: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(benchmark, "HEAD_SIZE", 16)
-    case = benchmark.Case("small", 2, *engines, 32, benchmark.NamedLayout(layout))
-    bench = benchmark.Bench(case, HOST)
-    assert bench.moved == case.cache_bytes == 2 * 32 * 8 * 16 * 2 * 2 // engines[1]
-    assert bench.is_exact()
-    assert len(bench.prepared().merges) <= 2
-    first, *others = bench.merges
-    wrong = [replace(first, destination_blocks=first.destination_blocks[::-1]), *others]
-    monkeypatch.setattr(bench, "prepared", lambda: prepare(wrong, bench.stage.data_ptr(), HOST))
-    assert not bench.is_exact()
-
-
-def test_a_stage_on_a_device_takes_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "put_in_place", None)
-    cuda = FakeCuda()
-    order = CudaOrder("cpu", cuda)
-    order.enter_thread()
-    stage, cache = staging.Stage(2 * 16384, order=order), labelled(2 * 16384, 1)
-    stage.memory[:] = torch.from_numpy(labelled(2 * 16384, 0))
-    mark = stage.put_in_place(head_merge(2, int(cache.ctypes.data)))
-    halves = stage.memory.numpy().reshape(2, 2, 16, 512)  # type: ignore[union-attr]
-    assert (cache.reshape(2, 16, 2, 512)[::-1] == halves.transpose(1, 2, 0, 3)).all()
-    assert not mark.is_over()
-    cuda.streams[-1].run()
-    assert mark.is_over()

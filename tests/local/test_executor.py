@@ -17,13 +17,13 @@ import pytest
 from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
 from kvferry.execution import executor as executor_module
-from kvferry.execution.announce import AwaitedPush
+from kvferry.execution.destination import AwaitedLoad
 from kvferry.execution.destinations import LOOK_SECONDS, Meeting
 from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
 from kvferry.execution.guard_words import GuardWords, Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.read import Guard, RankRead, Read
-from kvferry.execution.write import Write
+from kvferry.execution.source import Write
 from kvferry.handoff.guard_word import CLEARED, WORD_BYTES
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.pull_read import State
@@ -366,7 +366,7 @@ def collect(executor: Executor, number: int, seconds: float = 30.0) -> dict[str,
 
 
 def test_more_loads_than_scratch_words_all_commit(transport: ScriptedTransport) -> None:
-    executor = Executor(Scratch(num_words=2))
+    executor = Executor()
     sources = [Source(seed, num_bytes=256) for seed in range(40)]
     try:
         for number in range(20):
@@ -379,7 +379,7 @@ def test_more_loads_than_scratch_words_all_commit(transport: ScriptedTransport) 
 
 
 def test_a_load_that_needs_more_words_than_there_are_ends_at_its_deadline(transport: ScriptedTransport) -> None:
-    executor = Executor(Scratch(num_words=1))
+    executor = Executor()
     try:
         reads = [Source(seed).read(transport) for seed in range(2)]
         executor.submit(load_of(lambda: reads, deadline=time.monotonic() + 0.1, job_id="large"))
@@ -620,7 +620,7 @@ def test_a_transfer_that_does_not_end_is_logged_and_keeps_its_load(
 ) -> None:
     """As over NIXL from a stopped process: what may still land keeps its blocks, and the log says so."""
     monkeypatch.setattr(executor_module, "QUIET_SECONDS", 0.02)
-    executor = Executor(Scratch(num_words=2))
+    executor = Executor()
     transport.holds_data, transport.polls_until_quiet = True, 1 << 60
     try:
         executor.submit(load_of(lambda: [source.read(transport)], deadline=time.monotonic() + 0.05, job_id="stuck"))
@@ -643,7 +643,7 @@ def test_a_quarantined_load_ends_before_it_is_quiet_and_is_reported_when_quiet(
     """Not before the report that the load is not quiet: until then its blocks are not quarantined."""
     monkeypatch.setattr(executor_module, "QUIET_SECONDS", 0.1)
     reports: list[frozenset[str]] = []
-    executor = Executor(Scratch(num_words=2), report_still_writing=reports.append)
+    executor = Executor(report_still_writing=reports.append)
     transport.holds_data, transport.polls_until_quiet = True, 1 << 60
     try:
         executor.submit(load_of(lambda: [source.read(transport)], deadline=time.monotonic() + 0.05, job_id="stuck"))
@@ -663,7 +663,7 @@ def test_a_quarantined_load_ends_before_it_is_quiet_and_is_reported_when_quiet(
 
 
 def test_close_gives_up_what_is_in_progress_once_it_is_quiet(transport: ScriptedTransport, source: Source) -> None:
-    executor = Executor(Scratch(num_words=2))
+    executor = Executor()
     transport.holds_data, transport.polls_until_quiet = True, 20
     executor.submit(load_of(lambda: [source.read(transport)], job_id="moving"))
     wait_until(lambda: "data" in transport.submitted)
@@ -676,7 +676,7 @@ def test_close_gives_up_what_is_in_progress_once_it_is_quiet(transport: Scripted
 
 
 def test_close_returns_within_its_bound_although_a_transfer_stays(transport: ScriptedTransport, source: Source) -> None:
-    executor = Executor(Scratch(num_words=2))
+    executor = Executor()
     transport.holds_data, transport.polls_until_quiet = True, 1 << 60
     executor.submit(load_of(lambda: [source.read(transport)]))
     wait_until(lambda: "data" in transport.submitted)
@@ -691,7 +691,7 @@ def test_close_returns_within_its_bound_although_a_transfer_stays(transport: Scr
 
 
 def test_close_returns_within_its_bound_although_a_preparation_hangs() -> None:
-    executor, hangs = Executor(Scratch(num_words=2)), threading.Event()
+    executor, hangs = Executor(), threading.Event()
 
     def prepare() -> None:
         hangs.wait(30)
@@ -739,7 +739,7 @@ def test_a_load_that_waits_for_long_is_asked_less_often_and_keeps_no_other_waiti
 def test_the_thread_runs_on_the_cores_it_was_given() -> None:
     core = min(os.sched_getaffinity(0))
     mine = os.sched_getaffinity(0)
-    executor = Executor(Scratch(num_words=2), cores=[core])
+    executor = Executor(cores=[core])
     try:
         assert os.sched_getaffinity(executor._thread.native_id or 0) == {core}
         assert os.sched_getaffinity(0) == mine
@@ -750,7 +750,7 @@ def test_the_thread_runs_on_the_cores_it_was_given() -> None:
 @pytest.mark.parametrize("core", [1 << 12, 1 << 40, -1])
 def test_cores_that_do_not_exist_are_refused_at_the_start(core: int) -> None:
     with pytest.raises(SettingsError) as caught:
-        Executor(Scratch(num_words=2), cores=[core])
+        Executor(cores=[core])
     assert caught.value.reason is Reason.INVALID_SETTING
     assert str(core) in caught.value.message
 
@@ -771,7 +771,7 @@ def test_results_that_nobody_collects_are_kept_up_to_a_bound_but_every_load_is_r
     def failed() -> NoReturn:
         raise ABORTED
 
-    assert (Write.is_for_log, Meeting.is_for_log, AwaitedPush.is_for_log) == (True, True, False)
+    assert (Write.is_for_log, Meeting.is_for_log, AwaitedLoad.is_for_log) == (True, True, False)
     for number in range(10):
         write = Read(f"write {number}", failed, FAR)
         write.is_for_log = True

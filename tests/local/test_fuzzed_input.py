@@ -17,7 +17,7 @@ from kvferry.errors import KVFerryError
 from kvferry.handoff import messages as protocol
 from kvferry.handoff.handshake import decode_shards
 from kvferry.handoff.messages import Answer, Directory, Noted, Question, Release
-from kvferry.handoff.push.sender import END, BlockList, Prompt
+from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.handoff.wire import bootstrap
 from kvferry.handoff.wire.client import ask
 from kvferry.handoff.wire.server import Server
@@ -33,7 +33,7 @@ from kvferry.transport.nixl import NixlEndPoint
 
 from ..fuzzed_messages import Fuzzer, run
 from .engines_in_process import BLOCK_SIZE
-from .engines_that_push import Batches, Pairs, ReceivingRank, check_arrived
+from .engines_that_write import Batches, Pairs, ReceivingRank, check_arrived
 
 HOST = "127.0.0.1"
 SHARD = shard_for(

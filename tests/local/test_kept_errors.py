@@ -11,24 +11,23 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution.announce import AwaitedPush, PushedRequest
-from kvferry.execution.guard_words import Scratch
+from kvferry.execution.destination import AwaitedLoad, Announcement
 from kvferry.execution.job import Phase
 from kvferry.execution.read import Read
-from kvferry.handoff.messages import PushKey
-from kvferry.handoff.push.receiver import Receiving
-from kvferry.handoff.push.sender import END, Need, Prompt, PushRequest, Sender
+from kvferry.handoff.messages import WriteKey
+from kvferry.handoff.destination import DestinationLoad
+from kvferry.handoff.source import END, Need, Prompt, WriteRequest, SourceWrites
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
 from kvferry.plan.layer_spans import Span
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Transfer
 from kvferry.transport.registry import TransportSet
 
-from .engines_that_push import SECONDS, Pairs, engines
+from .engines_that_write import SECONDS, Pairs, engines
 
 __all__ = ["engines"]
 
-KEY, SPAN = PushKey("d", 1, 1), Span("full")
+KEY, SPAN = WriteKey("d", 1, 1), Span("full")
 PARTS = Reason.TRANSFER_FAILED, "a write failed.", "Check the peer."
 
 
@@ -77,13 +76,13 @@ def frames() -> Frames:
     return Frames()
 
 
-def push_request(key: PushKey = KEY) -> PushRequest:
-    return PushRequest(key, "x", 32, "p", {SPAN: Need(0, 32, 16)}, deadline=30.0)
+def push_request(key: WriteKey = KEY) -> WriteRequest:
+    return WriteRequest(key, "x", 32, "p", {SPAN: Need(0, 32, 16)}, deadline=30.0)
 
 
 @pytest.mark.parametrize("way", ["fail", "stopped", "end"])
 def test_a_push_that_is_over(way: str, frames: Frames) -> None:
-    side = Sender()
+    side = SourceWrites()
     side.announce(push_request(), now=0.0)
     side.compute("x", Prompt(32, "p", {}, END))
     if way == "end":
@@ -96,12 +95,12 @@ def test_a_push_that_is_over(way: str, frames: Frames) -> None:
     assert parts_of(over.error) == PARTS
     frames.hold(lambda: side.announce(push_request(), now=0.0))
     if way == "end":
-        frames.hold(lambda: side.announce(push_request(PushKey("d", 1, 2)), now=0.0))
+        frames.hold(lambda: side.announce(push_request(WriteKey("d", 1, 2)), now=0.0))
     assert not frames.are_alive()
 
 
 def test_a_push_that_cannot_be_stopped_yet(frames: Frames) -> None:
-    side = Sender()
+    side = SourceWrites()
     side.announce(push_request(), now=0.0)
     side.compute("x", Prompt(32, "p", {}, END))
     assert side.take(KEY)
@@ -111,7 +110,7 @@ def test_a_push_that_cannot_be_stopped_yet(frames: Frames) -> None:
 
 
 def test_a_push_whose_sources_are_not_quiet(frames: Frames) -> None:
-    receiving = Receiving("r", {0: "a"}, deadline=30.0)
+    receiving = DestinationLoad("r", {0: "a"}, deadline=30.0)
     receiving.announcing(0)
     frames.error(receiving.fail)
     assert not receiving.is_over
@@ -120,7 +119,7 @@ def test_a_push_whose_sources_are_not_quiet(frames: Frames) -> None:
 
 
 def test_a_push_without_sources(frames: Frames) -> None:
-    receipt = AwaitedPush(PushedRequest("r", "x", 32, "p", time.monotonic() + SECONDS), KEY, frames.fail, Forgetting())  # type: ignore[arg-type]
+    receipt = AwaitedLoad(Announcement("r", "x", 32, "p", time.monotonic() + SECONDS), KEY, frames.fail, Forgetting())  # type: ignore[arg-type]
     receipt.advance(Scratch(num_words=4), time.monotonic())
     assert receipt.phase is Phase.DONE
     assert not frames.are_alive()

@@ -16,7 +16,6 @@ from kvferry.execution import executor as executor_module
 from kvferry.execution import local_copy
 from kvferry.execution.device import HOST, OVER, DeviceOrder
 from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute, copy_blocks
 from kvferry.layout.dense import Content, shard_for
@@ -88,7 +87,7 @@ class Copies(Arena):
         self.selector, self.engine_blocks = selector, engine_blocks
         self.store_routes = [LocalRoute(shards, self.slab.shard, own=[rank]) for rank in range(len(shards))]
         self.load_routes = [LocalRoute([self.slab.shard], rank.shard, own=[0]) for rank in self.destinations]
-        self.executor = Executor(Scratch(num_words=1), order=self.order)
+        self.executor = Executor(order=self.order)
         self.stored: list[JobResult] = []
         self.loaded: list[JobResult] = []
 
@@ -308,7 +307,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Recorded, Execut
     record = Recorded()
     monkeypatch.setattr(local_copy, "copy_blocks", record.pieces)
     monkeypatch.setattr(LocalCopy, "result", lambda self, _: JobResult(self.job_id, self.error))
-    executor = Executor(Scratch(num_words=1))
+    executor = Executor()
     yield record, executor
     record.may_go.set()
     executor.close()

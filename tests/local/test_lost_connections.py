@@ -19,7 +19,7 @@ from kvferry.handoff.messages import Handle
 from kvferry.handoff.remote_holds import RemoteHold
 
 from .engines_in_process import EPOCH, GENERATION, HOST, DecodeRank, Rank, filled_ranks, whole_blocks
-from .engines_that_push import ReceivingRank
+from .engines_that_write import ReceivingRank
 from .handing_process import SOURCE_IDS
 
 pytestmark = pytest.mark.slow

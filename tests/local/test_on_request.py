@@ -24,7 +24,7 @@ from kvferry.transport.faults import FaultPlan
 from ..waits import wait_until
 from .engines_in_process import BLOCK_SIZE, SLOT, Rank, filled_ranks, whole_blocks
 from .engines_on_request import Engines, HoldingEngine, HoldingRank, LoadingRank, engines, prompt_in
-from .engines_that_push import recorded_questions
+from .engines_that_write import recorded_questions
 from .fake_cuda import FakeCuda
 from .test_pipeline_reads import HALVES, THIRDS, WHOLE, Stages, filled, ranks_of
 from .test_push_proofs import Breaking, elsewhere, running_process
@@ -228,7 +228,7 @@ def test_a_word_that_never_comes_is_awaited_for_a_bounded_time(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever time the destination asks for."""
-    monkeypatch.setattr("kvferry.execution.writer.LATE_WORD_SECONDS", 0.4)
+    monkeypatch.setattr("kvferry.execution.source.LATE_WORD_SECONDS", 0.4)
     engine, [rank] = engines.open(filled_ranks(2), [Rank(0, 1)])
     held = engine.held(prompt_in(SOURCE))
     load(rank, engine, held, late_seconds=1e5)

@@ -8,7 +8,6 @@ import numpy.typing as npt
 import pytest
 
 from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.read import Read
 from kvferry.execution.route import Route
 from kvferry.layout.dense import shard_for
@@ -68,7 +67,7 @@ class PoolArena(Arena):
         self.destinations = [
             strided_memory(self, shard(NamedLayout.BLHNC, rank, destination_tp)) for rank in range(destination_tp)
         ]
-        self.transport, self.executor = MemcpyTransport(), Executor(Scratch(num_words=1))
+        self.transport, self.executor = MemcpyTransport(), Executor()
         peer = self.transport.connect(self.transport.register([Region(self.buffer.ctypes.data, ARENA_BYTES)])).peer
         assert peer is not None
         own_memory = Link("memcpy", self.transport, peer)

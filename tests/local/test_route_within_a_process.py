@@ -8,7 +8,6 @@ import numpy.typing as npt
 import pytest
 
 from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
 from kvferry.execution.read import Read
 from kvferry.execution.route import Route

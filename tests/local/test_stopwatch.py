@@ -21,14 +21,14 @@ def benchmarks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["vllm_stopwatch", "stall_watch", "vllm_pull_engines", "vllm_pull_report", "vllm_push_engines"]
+    "name", ["vllm_stopwatch", "stall_watch", "vllm_handoff_engines", "vllm_handoff_report", "vllm_flows_engines"]
 )
 def test_the_examples_of_the_benchmarks_hold(name: str) -> None:
     results = doctest.testmod(importlib.import_module(name))
     assert (results.failed, results.attempted > 0) == (0, True)
 
 
-@pytest.mark.parametrize("engines", ["vllm_pull_engines", "vllm_push_engines"])
+@pytest.mark.parametrize("engines", ["vllm_handoff_engines", "vllm_flows_engines"])
 def test_workers_of_a_benchmarks_engines_import_its_extension(engines: str, tmp_path: Path) -> None:
     """VLLM imports the class by its dotted name in the worker's process."""
     module = importlib.import_module(engines)

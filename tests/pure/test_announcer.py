@@ -1,4 +1,4 @@
-"""Pushes at their destination rank, whose sources are the test: what is kept, fenced and forgotten, and when."""
+"""Loads at their destination rank, whose sources are the test: what is kept, fenced and forgotten, and when."""
 
 import time
 from typing import Any
@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.execution import announce, introductions
-from kvferry.execution.announce import Announcer, AwaitedPush, PushedRequest, SourceRank
+from kvferry.execution import destination, introductions
+from kvferry.execution.destination import Announcement, Announcer, AwaitedLoad, SourceRank
 from kvferry.execution.device import HOST, DeviceOrder
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Phase
 from kvferry.execution.own_rank import OwnRank
+from kvferry.handoff.destination import ASK_AGAIN_SECONDS
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Announce,
@@ -22,28 +22,29 @@ from kvferry.handoff.messages import (
     EndPoint,
     Identity,
     Introduce,
-    Met,
     Noted,
-    PushFailed,
     Question,
     Refusal,
     Revoke,
     Revoked,
+    WriteFailed,
+    Written,
     decode_question,
     encode,
 )
 from kvferry.handoff.wire.client import Exchange
+from kvferry.handoff.wire.trust import THIS_MACHINE
 from kvferry.transport.end_points import ProcessIdentity, own_identity
 from kvferry.transport.registry import Fence
 
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
+ENGINE_EPOCH = 9
 HERE = own_identity()
 ELSEWHERE = msgspec.structs.replace(HERE, boot_id="of another host")
 IN_ANOTHER_CONTAINER = msgspec.structs.replace(HERE, pid_namespace=HERE.pid_namespace + 1)
 ABORTED = HandoffError(Reason.ABORTED, "the client went away.")
 UNKNOWN = HandoffError(Reason.UNKNOWN_REQUEST, "who is that?")
 GONE = Reason.PEER_DIED
-SCRATCH = Scratch(num_words=4)
 CUDA: Any = Mock(device="cuda:0", is_immediate=False)
 
 
@@ -51,22 +52,24 @@ class Sources:
     """Source ranks of one destination rank: what they were asked, and what they answer."""
 
     def __init__(
-        self, *processes: ProcessIdentity | None, holes: tuple[str, ...] = (), order: DeviceOrder = HOST
+        self,
+        *processes: ProcessIdentity | None,
+        holes: tuple[str, ...] = (),
+        order: DeviceOrder = HOST,
+        host: str = "10.0.0.2",
     ) -> None:
-        """Each has its process; ``holes`` are those of a fence of the destination, whose cache is in the memory that
-        ``order`` names.
+        """Each has its process; ``holes`` are those of a fence of the destination, which answers at ``host`` and whose
+        cache is in the memory that ``order`` names.
         """
-        self.client, self.transports = Mock(knows_peers=False), Mock()
+        self.client, self.transports = Mock(knows_peers=False, trust=THIS_MACHINE), Mock()
         self.client.collect.return_value = ()
         self.transports.fence.return_value = Fence({"nixl": b"anew"}, holes)
-        self.fences: list[tuple[int, dict[str, bytes]]] = []
         parts: list[Any] = [self.transports, Mock(), order, self.client]
         self.announcer = Announcer(
             OwnRank("d/0", b"shard", IDENTITY, {"nixl": b"before"}, *parts),
-            EndPoint("127.0.0.1", 1, 7),
+            EndPoint(host, 1, 7),
             1.0,
             fence_seconds=0.0,
-            on_fence=lambda *fence: self.fences.append(fence),
         )
         self.announcer.peers = Mock(wraps=self.announcer.peers)
         self.announcer.peers.refuses = Mock(return_value=False)
@@ -77,23 +80,27 @@ class Sources:
             for index, process in enumerate(processes)
         ]
 
-    def push(self, seconds: float = 1000.0) -> AwaitedPush:
-        request = PushedRequest("r", "x", 4, "prompt", time.monotonic() + seconds)
-        return self.announcer.push(request, lambda: self.ranks)
+    @property
+    def num_fences(self) -> int:
+        return int(self.transports.fence.call_count)
 
-    def announced(self) -> AwaitedPush:
-        """Return a push that all sources know."""
-        push = self.push()
-        self.advance(push)
+    def load(self, seconds: float = 1000.0) -> AwaitedLoad:
+        request = Announcement("r", "x", 4, "prompt", time.monotonic() + seconds, ENGINE_EPOCH)
+        return self.announcer.load(request, lambda: self.ranks)
+
+    def announced(self) -> AwaitedLoad:
+        """Return a load that all sources know."""
+        load = self.load()
+        self.advance(load)
         self.answer(Introduce, *[Noted(rank.answers_at.epoch) for rank in self.ranks])
-        self.advance(push)
+        self.advance(load)
         self.answer(Announce, *[Announced(rank.answers_at.epoch, "nixl") for rank in self.ranks])
-        self.advance(push)
-        assert not self.advance(push)
-        return push
+        self.advance(load)
+        assert not self.advance(load)
+        return load
 
-    def advance(self, push: AwaitedPush) -> bool:
-        return push.advance(SCRATCH, time.monotonic()) and push.advance(SCRATCH, time.monotonic())
+    def advance(self, load: AwaitedLoad) -> bool:
+        return load.advance(time.monotonic()) and load.advance(time.monotonic())
 
     def asked(self, kind: type[Question]) -> list[tuple[str, int, Any]]:
         """Return the questions of this kind since the last call, with their addresses."""
@@ -122,16 +129,16 @@ def part(index: int) -> Any:
 def test_a_fence_with_holes_gives_no_block_back(caplog: pytest.LogCaptureFixture) -> None:
     """A byte may still land through the hole: only an engine that is restarted has the blocks again."""
     sources = Sources(ELSEWHERE, holes=("the nixl transport could not be closed",))
-    push = sources.announced()
-    push.cancel(ABORTED)
+    load = sources.announced()
+    load.cancel(ABORTED)
     for _ in range(3):
-        sources.advance(push)
-    assert len(sources.fences) == 1
-    assert push.phase is Phase.STOPPING
+        sources.advance(load)
+    assert sources.num_fences == 1
+    assert load.phase is Phase.STOPPING
     assert "the nixl transport could not be closed" in caplog.text
     sources.answer(Revoke, Revoked(40, is_quiet=True))
-    sources.advance(push)
-    assert push.phase is Phase.DONE, "what the source itself says counts all the same"
+    sources.advance(load)
+    assert load.phase is Phase.DONE, "what the source itself says counts all the same"
 
 
 def test_a_later_fence_gives_no_block_back_that_a_former_one_could_not_close() -> None:
@@ -145,41 +152,41 @@ def test_a_later_fence_gives_no_block_back_that_a_former_one_could_not_close() -
     later.cancel(ABORTED)
     for _ in range(3):
         sources.advance(later)
-    assert len(sources.fences) == 2
+    assert sources.num_fences == 2
     assert later.phase is Phase.DONE
     former.cancel(ABORTED)
     for _ in range(3):
         sources.advance(former)
     assert former.phase is Phase.STOPPING
-    assert len(sources.fences) == 2, "one more would only fail the loads of others"
+    assert sources.num_fences == 2, "one more would only fail the loads of others"
 
 
 def test_a_process_of_this_host_that_ends_behind_a_fence_needs_no_other() -> None:
     """While it ran, no fence kept it out; what it has sent was for memory that is closed."""
     sources = Sources(ELSEWHERE, HERE)
-    push = sources.announced()
-    push.cancel(ABORTED)
+    load = sources.announced()
+    load.cancel(ABORTED)
     for _ in range(3):
-        sources.advance(push)
+        sources.advance(load)
     sources.announcer.peers.has_ended = Mock(return_value=True)  # type: ignore[method-assign]
     sources.transports.ends_with_process.return_value = False
     for seconds in (2.0, 4.0, 6.0):
-        push.advance(SCRATCH, time.monotonic() + seconds)
-    assert push.phase is Phase.DONE
-    assert len(sources.fences) == 1
+        load.advance(time.monotonic() + seconds)
+    assert load.phase is Phase.DONE
+    assert sources.num_fences == 1
 
 
 def test_a_fence_for_one_source_gives_no_block_back_that_another_may_still_write() -> None:
     """A process of this host may write without any transport of this rank."""
     sources = Sources(ELSEWHERE, HERE)
-    push = sources.announced()
-    push.cancel(ABORTED)
+    load = sources.announced()
+    load.cancel(ABORTED)
     for _ in range(3):
-        sources.advance(push)
-    assert len(sources.fences) == 1
-    assert push._receiving is not None
-    assert push._receiving.may_land == [1]
-    assert push.phase is Phase.STOPPING
+        sources.advance(load)
+    assert sources.num_fences == 1
+    assert load._load is not None
+    assert load._load.may_land == [1]
+    assert load.phase is Phase.STOPPING
 
 
 @pytest.mark.parametrize(
@@ -190,37 +197,37 @@ def test_a_fence_gives_no_block_of_a_gpu_back_that_another_process_of_this_host_
 ) -> None:
     """CUDA IPC outlives the agent that a fence closes. By its end point a process of another container is elsewhere."""
     sources = Sources(process, order=CUDA)
-    push = sources.announced()
-    push.cancel(ABORTED)
+    load = sources.announced()
+    load.cancel(ABORTED)
     for _ in range(3):
-        sources.advance(push)
-    assert (push.phase is Phase.DONE, len(sources.fences)) == (is_kept_out, is_kept_out)
+        sources.advance(load)
+    assert (load.phase is Phase.DONE, sources.num_fences) == (is_kept_out, is_kept_out)
     assert ("then restart this engine" in caplog.text) is not is_kept_out
     if not is_kept_out:
         sources.announcer.fence("another source")
-        sources.advance(push)
-        assert push.phase is Phase.STOPPING
+        sources.advance(load)
+        assert load.phase is Phase.STOPPING
 
 
 def test_a_fence_gives_host_memory_back_that_a_process_of_another_container_was_told_of() -> None:
     """It writes there through a transport of this rank only."""
     sources = Sources(IN_ANOTHER_CONTAINER)
-    push = sources.announced()
-    push.cancel(ABORTED)
+    load = sources.announced()
+    load.cancel(ABORTED)
     for _ in range(3):
-        sources.advance(push)
-    assert push.phase is Phase.DONE
+        sources.advance(load)
+    assert load.phase is Phase.DONE
 
 
-def test_one_fence_is_enough_for_all_sources_of_a_push() -> None:
+def test_one_fence_is_enough_for_all_sources_of_a_load() -> None:
     """Each fence fails all transfers of the rank, and takes seconds."""
     sources = Sources(ELSEWHERE, ELSEWHERE)
-    push = sources.announced()
-    push.cancel(ABORTED)
+    load = sources.announced()
+    load.cancel(ABORTED)
     for _ in range(3):
-        sources.advance(push)
-    assert push.phase is Phase.DONE
-    assert sources.fences == [(1, {"nixl": b"anew"})]
+        sources.advance(load)
+    assert load.phase is Phase.DONE
+    assert sources.num_fences == 1
 
 
 def test_what_was_said_before_a_fence_does_not_count_behind_it() -> None:
@@ -244,35 +251,31 @@ def test_what_was_said_before_a_fence_does_not_count_behind_it() -> None:
     sources.client.collect.return_value = [Exchange(where.host, where.port, introduction, 0.0, answer=Noted(40))]
     announcer.collect()
     assert is_introduced()
-    # A message that is sent again may come after a later one.
-    for registration, meets in ((0, None), (1, True), (0, True), (2, True)):
-        announcer.answer(Met(where.epoch, "d/0", 7, registration))
-        assert announcer.introductions.meets(where, rank.engine, rank.version, now=5.0) is meets, registration
 
 
 # Writes that failed.
 
 
-def failed_write(sources: Sources, push: AwaitedPush, may_land: str, index: int = 0, reason: Reason = GONE) -> None:
-    """Let a source report that it gave the push up."""
+def failed_write(sources: Sources, load: AwaitedLoad, may_land: bool, index: int = 0, reason: Reason = GONE) -> None:
+    """Let a source report that it gave the write up."""
     error = HandoffError(reason, "the connection is lost.")
-    report = PushFailed.of(error, key=push._key, source_index=index, may_land=may_land)
+    report = WriteFailed.of(error, key=load._key, source_index=index, may_land=may_land)
     sources.announcer.answer(report)
 
 
 @pytest.mark.parametrize("process", [HERE, ELSEWHERE])
-@pytest.mark.parametrize("may_land", ["yes", "no"])
-def test_a_write_that_failed_gives_the_blocks_back_behind_a_fence(may_land: str, process: ProcessIdentity) -> None:
+@pytest.mark.parametrize("may_land", [True, False])
+def test_a_write_that_failed_gives_the_blocks_back_behind_a_fence(may_land: bool, process: ProcessIdentity) -> None:
     """Also where the source lives on this host: it writes no more, and what it has sent comes through a connection."""
     sources = Sources(process)
-    push = sources.announced()
-    failed_write(sources, push, may_land)
-    push.advance(SCRATCH, time.monotonic())
-    assert push.error is not None
-    assert push.error.reason is GONE
-    assert len(sources.fences) == (1 if may_land == "yes" else 0)
-    push.advance(SCRATCH, time.monotonic())
-    assert push.phase is Phase.DONE
+    load = sources.announced()
+    failed_write(sources, load, may_land)
+    load.advance(time.monotonic())
+    assert load.error is not None
+    assert load.error.reason is GONE
+    assert sources.num_fences == (1 if may_land else 0)
+    load.advance(time.monotonic())
+    assert load.phase is Phase.DONE
 
 
 @pytest.mark.parametrize("is_fenced_before", [False, True])
@@ -282,22 +285,22 @@ def test_a_write_into_a_gpu_that_failed_keeps_its_blocks_until_its_process_has_e
     """A process of this host may have the memory mapped, which no fence ends: not one for another source either."""
     sources = Sources(HERE, order=CUDA)
     sources.transports.ends_with_process.return_value = True
-    push = sources.announced()
+    load = sources.announced()
     if is_fenced_before:
         sources.announcer.fence("another host")
-    failed_write(sources, push, "yes")
+    failed_write(sources, load, True)
     now = time.monotonic()
     for seconds in (0.0, 2.0, 4.0):
-        push.advance(SCRATCH, now + seconds)
-    assert push.phase is Phase.STOPPING
-    assert len(sources.fences) == (1 if is_fenced_before else 0)
+        load.advance(now + seconds)
+    assert load.phase is Phase.STOPPING
+    assert sources.num_fences == (1 if is_fenced_before else 0)
     [told] = [line for line in caplog.messages if "stay quarantined" in line]
     assert told.endswith("keeps its bytes out: end its process.")
     sources.announcer.peers.has_ended = Mock(return_value=True)  # type: ignore[method-assign]
     for seconds in (6.0, 8.0):
-        push.advance(SCRATCH, now + seconds)
-    assert push.phase is Phase.DONE
-    assert len(sources.fences) == 1
+        load.advance(now + seconds)
+    assert load.phase is Phase.DONE
+    assert sources.num_fences == 1
 
 
 @pytest.mark.parametrize("process", [None, IN_ANOTHER_CONTAINER])
@@ -305,11 +308,11 @@ def test_the_log_names_a_restart_where_no_end_of_the_process_would_be_seen(
     process: ProcessIdentity | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     sources = Sources(process, order=CUDA)
-    push = sources.announced()
-    failed_write(sources, push, "yes")
+    load = sources.announced()
+    failed_write(sources, load, True)
     for _ in range(3):
-        push.advance(SCRATCH, time.monotonic())
-    assert push.phase is Phase.STOPPING
+        load.advance(time.monotonic())
+    assert load.phase is Phase.STOPPING
     [told] = [line for line in caplog.messages if "stay quarantined" in line]
     assert told.endswith("end its process, then restart this engine.")
 
@@ -317,244 +320,177 @@ def test_the_log_names_a_restart_where_no_end_of_the_process_would_be_seen(
 def test_a_write_that_failed_while_it_was_revoked_is_fenced_too() -> None:
     sources = Sources(HERE)
     sources.announcer.fence_seconds = 1000.0
-    push = sources.announced()
-    push.cancel(ABORTED)
-    sources.advance(push)
+    load = sources.announced()
+    load.cancel(ABORTED)
+    sources.advance(load)
     sources.answer(Revoke, Revoked(40, is_quiet=False, may_land=True))
-    sources.advance(push)
-    assert push.phase is Phase.DONE
-    assert len(sources.fences) == 1
-    assert push.error is not None
-    assert push.error.reason is Reason.ABORTED
+    sources.advance(load)
+    assert load.phase is Phase.DONE
+    assert sources.num_fences == 1
+    assert load.error is not None
+    assert load.error.reason is Reason.ABORTED
 
 
 def test_a_write_that_failed_at_a_source_behind_a_hole_keeps_its_blocks() -> None:
     sources = Sources(HERE, holes=("the nixl transport could not be closed",))
-    push = sources.announced()
-    failed_write(sources, push, "yes")
+    load = sources.announced()
+    failed_write(sources, load, True)
     for _ in range(3):
-        push.advance(SCRATCH, time.monotonic())
-    assert len(sources.fences) == 1
-    assert push.phase is Phase.STOPPING
+        load.advance(time.monotonic())
+    assert sources.num_fences == 1
+    assert load.phase is Phase.STOPPING
 
 
 def test_writes_that_fail_one_after_the_other_cost_a_fence_each_fence_seconds() -> None:
     """Each fence fails the loads of others, and a connection may break over and over."""
     sources = Sources(HERE, HERE)
     first = sources.announced()
-    failed_write(sources, first, "yes")
-    failed_write(sources, first, "yes", index=1)
+    failed_write(sources, first, True)
+    failed_write(sources, first, True, index=1)
     sources.announcer.fence_seconds = 50.0
-    first.advance(SCRATCH, time.monotonic())
-    first.advance(SCRATCH, time.monotonic())
-    assert (first.phase, len(sources.fences)) == (Phase.DONE, 1)
+    first.advance(time.monotonic())
+    first.advance(time.monotonic())
+    assert (first.phase, sources.num_fences) == (Phase.DONE, 1)
     later = sources.announced()
-    failed_write(sources, later, "yes")
-    failed_write(sources, later, "no", index=1)
+    failed_write(sources, later, True)
+    failed_write(sources, later, False, index=1)
     now = time.monotonic()
-    later.advance(SCRATCH, now + 45.0)
-    assert (later.phase, len(sources.fences)) == (Phase.STOPPING, 1)
-    later.advance(SCRATCH, now + 51.0)
-    later.advance(SCRATCH, now + 51.0)
-    assert (later.phase, len(sources.fences)) == (Phase.DONE, 2)
+    later.advance(now + 45.0)
+    assert (later.phase, sources.num_fences) == (Phase.STOPPING, 1)
+    later.advance(now + 51.0)
+    later.advance(now + 51.0)
+    assert (later.phase, sources.num_fences) == (Phase.DONE, 2)
 
 
 def test_a_write_that_failed_because_of_a_fence_costs_no_other() -> None:
-    """It was for memory that is closed. Its source lives on this host, and no fence ends its push."""
+    """It was for memory that is closed. Its source lives on this host, and no fence ends its load."""
     sources = Sources(HERE)
-    push = sources.announced()
+    load = sources.announced()
     sources.announcer.fence_seconds = 1000.0
-    sources.announcer.fence("of another push")
-    assert push.advance(SCRATCH, time.monotonic()) is False
-    failed_write(sources, push, "yes")
-    push.advance(SCRATCH, time.monotonic())
-    assert push.phase is Phase.DONE
-    assert len(sources.fences) == 1
+    sources.announcer.fence("of another load")
+    assert load.advance(time.monotonic()) is False
+    failed_write(sources, load, True)
+    load.advance(time.monotonic())
+    assert load.phase is Phase.DONE
+    assert sources.num_fences == 1
 
 
-@pytest.mark.parametrize("reason", [Reason.TRANSFER_FAILED, Reason.ABORTED, Reason.PEER_UNREACHABLE])
-@pytest.mark.parametrize("ends_with_process", [True, False])
-def test_of_a_report_of_version_9_the_reason_says_whether_bytes_may_still_land(
-    ends_with_process: bool, reason: Reason
-) -> None:
-    """It names no bytes. A prompt that was aborted, or a destination out of reach, was not being written."""
+def test_a_report_of_a_source_that_the_plan_does_not_name_fails_the_load_only() -> None:
     sources = Sources(HERE)
-    sources.transports.ends_with_process.return_value = ends_with_process
-    push = sources.announced()
-    failed_write(sources, push, "unsaid", reason=reason)
-    sources.announcer.answer(Met(40, "d/0", 7, 0))
-    push.advance(SCRATCH, time.monotonic())
-    push.advance(SCRATCH, time.monotonic())
-    assert push.phase is Phase.DONE
-    is_fenced = not ends_with_process and reason is Reason.TRANSFER_FAILED
-    assert len(sources.fences) == (1 if is_fenced else 0)
-    assert [call.args for call in sources.transports.ends_with_process.call_args_list] == [("nixl",)]
-
-
-def test_a_report_of_a_source_that_the_plan_does_not_name_fails_the_push_only() -> None:
-    sources = Sources(HERE)
-    push = sources.announced()
-    failed_write(sources, push, "yes", index=7)
-    push.advance(SCRATCH, time.monotonic())
-    assert push.error is not None
-    assert push._receiving is not None
-    assert push._receiving.may_land == [0]
+    load = sources.announced()
+    failed_write(sources, load, True, index=7)
+    load.advance(time.monotonic())
+    assert load.error is not None
+    assert load._load is not None
+    assert load._load.may_land == [0]
 
 
 # Ends.
 
 
 @pytest.mark.parametrize("end", ["quiet", "before its sources are known", "no source is found"])
-def test_nothing_is_kept_of_a_push_that_is_over(end: str) -> None:
+def test_nothing_is_kept_of_a_load_that_is_over(end: str) -> None:
     """A rank has millions of them."""
     sources = Sources(ELSEWHERE)
     if end == "quiet":
-        push = sources.announced()
-        push.cancel(ABORTED)
-        sources.advance(push)
+        load = sources.announced()
+        load.cancel(ABORTED)
+        sources.advance(load)
         sources.answer(Revoke, Revoked(40, is_quiet=True))
-        sources.advance(push)
+        sources.advance(load)
     elif end == "no source is found":
-        push = sources.announcer.push(PushedRequest("r", "x", 4, "prompt", 0.0), lambda: None)
-        sources.advance(push)
+        load = sources.announcer.load(Announcement("r", "x", 4, "prompt", 0.0, ENGINE_EPOCH), lambda: None)
+        sources.advance(load)
     else:
-        push = sources.push()
-        push.cancel(ABORTED)
-    assert push.phase is Phase.DONE
-    assert push.error is not None
-    assert (sources.announcer._pushes, sources.announcer._pending) == ({}, {})
+        load = sources.load()
+        load.cancel(ABORTED)
+    assert load.phase is Phase.DONE
+    assert load.error is not None
+    assert (sources.announcer._loads, sources.announcer._pending) == ({}, {})
 
 
-def test_a_push_whose_sources_do_not_become_known_ends_at_its_deadline() -> None:
+def test_a_load_whose_sources_do_not_become_known_ends_at_its_deadline() -> None:
     sources = Sources()
-    push = sources.announcer.push(PushedRequest("r", "x", 4, "prompt", time.monotonic() + 100.0), lambda: None)
-    assert not push.advance(SCRATCH, time.monotonic())
-    assert push.advance(SCRATCH, time.monotonic() + 100.0)
-    assert push.phase is Phase.DONE
-    assert push.error is not None
-    assert push.error.reason is Reason.DEADLINE_EXCEEDED
+    load = sources.announcer.load(
+        Announcement("r", "x", 4, "prompt", time.monotonic() + 100.0, ENGINE_EPOCH), lambda: None
+    )
+    assert not load.advance(time.monotonic())
+    assert load.advance(time.monotonic() + 100.0)
+    assert load.phase is Phase.DONE
+    assert load.error is not None
+    assert load.error.reason is Reason.DEADLINE_EXCEEDED
 
 
-def test_a_push_past_its_deadline_goes_first() -> None:
+def test_a_load_past_its_deadline_goes_first() -> None:
     """Else a transfer thread that has much to do would notice late."""
-    push = Sources(ELSEWHERE).push(seconds=100.0)
+    load = Sources(ELSEWHERE).load(seconds=100.0)
     now = time.monotonic()
-    assert [push.is_ending(now), push.is_ending(now + 100.0)] == [False, True]
+    assert [load.is_ending(now), load.is_ending(now + 100.0)] == [False, True]
 
 
-def test_an_announcement_that_is_not_answered_fails_the_push_and_keeps_its_blocks() -> None:
+def test_an_announcement_that_is_not_answered_fails_the_load_and_keeps_its_blocks() -> None:
     """It may have arrived."""
     sources = Sources(ELSEWHERE)
     sources.announcer.fence_seconds = 1000.0
-    push = sources.push()
-    sources.advance(push)
+    load = sources.load()
+    sources.advance(load)
     sources.answer(Introduce, Noted(40))
-    sources.advance(push)
+    sources.advance(load)
     sources.answer(Announce, None)
-    sources.advance(push)
-    assert push.error is not None
-    assert (push.error.reason, push.phase) == (Reason.PEER_UNREACHABLE, Phase.STOPPING)
+    sources.advance(load)
+    assert load.error is not None
+    assert (load.error.reason, load.phase) == (Reason.PEER_UNREACHABLE, Phase.STOPPING)
 
 
 def test_nothing_is_announced_once_a_source_has_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the same turn: a later source would begin to write for a load that has failed."""
     sources = Sources(ELSEWHERE, ELSEWHERE)
-    monkeypatch.setattr(announce, "MAX_ANNOUNCED_BLOCKS", 1)
+    monkeypatch.setattr(destination, "MAX_ANNOUNCED_BLOCKS", 1)
     sources.ranks[0].part.announced = (Mock(block_ids=(1, 2)),)  # type: ignore[misc]
-    push = sources.push()
-    sources.advance(push)
-    sources.advance(push)
-    assert push.phase is Phase.DONE
-    assert push.error is not None
-    assert push.error.reason is Reason.UNSUPPORTED
+    load = sources.load()
+    sources.advance(load)
+    sources.advance(load)
+    assert load.phase is Phase.DONE
+    assert load.error is not None
+    assert load.error.reason is Reason.UNSUPPORTED
     assert not sources.client.send.called
 
 
 def test_a_revocation_that_is_not_answered_in_time_is_sent_again() -> None:
     sources = Sources(HERE)
-    push = sources.announced()
-    push.cancel(ABORTED)
+    load = sources.announced()
+    load.cancel(ABORTED)
     for answer in (None, Revoked(40, is_quiet=False), Refusal.of(UNKNOWN)):
-        sources.advance(push)
+        sources.advance(load)
         sources.answer(Revoke, answer)
-        push.advance(SCRATCH, time.monotonic())
+        load.advance(time.monotonic())
         assert not sources.asked(Revoke), "not at once"
-        push.advance(SCRATCH, time.monotonic() + 0.1)
-        assert push.phase is Phase.STOPPING
+        load.advance(time.monotonic() + 0.1)
+        assert load.phase is Phase.STOPPING
     assert len(sources.asked(Revoke)) == 1
 
 
 # Introductions.
 
 
-def test_a_source_that_refused_the_introduction_is_asked_again_by_the_next_push() -> None:
+def test_a_source_that_refused_the_introduction_is_asked_again_by_the_next_load() -> None:
     sources = Sources(ELSEWHERE)
     for number in range(2):
-        push = sources.push()
-        sources.advance(push)
+        load = sources.load()
+        sources.advance(load)
         sources.answer(Introduce, Refusal.of(UNKNOWN))
-        sources.advance(push)
-        assert push.phase is Phase.DONE, number
-        assert push.error is not None
-        assert push.error.reason is Reason.UNKNOWN_REQUEST
+        sources.advance(load)
+        assert load.phase is Phase.DONE, number
+        assert load.error is not None
+        assert load.error.reason is Reason.UNKNOWN_REQUEST
 
 
 def test_a_source_whose_engine_is_a_stranger_is_not_trusted() -> None:
     """Without keys anybody can name any address for a rank."""
     sources = Sources(ELSEWHERE)
-    sources.advance(sources.push())
+    sources.advance(sources.load())
     [call] = sources.client.send.call_args_list
     assert call.kwargs["is_trusted"] is False
-
-
-def test_a_source_that_is_avoided_is_introduced_and_must_connect_anew() -> None:
-    sources = Sources(ELSEWHERE)
-    [rank] = sources.ranks
-    where, announcer = rank.answers_at, sources.announcer
-    now = time.monotonic()
-
-    def meets(now: float) -> bool | None:
-        return announcer.introductions.meets(where, rank.engine, rank.version, now)
-
-    assert meets(now) is None
-    sources.answer(Introduce, Noted(40))
-    announcer.answer(Met(40, "d/0", 7, 0))
-    assert meets(now) is True
-    announcer.introductions.avoid(where, UNKNOWN, now)
-    assert meets(now + introductions.AVOID_SECONDS - 1.0) is False
-    assert not sources.asked(Introduce)
-    later = now + introductions.AVOID_SECONDS
-    assert meets(later) is None
-    sources.answer(Introduce, Noted(40))
-    assert meets(later) is None, "it has not connected since"
-    announcer.answer(Met(40, "d/0", 7, 0))
-    assert meets(later) is True
-    announcer.introductions.forget(where)
-    assert meets(later + introductions.MEET_SECONDS) is None, "the time counts from the new introduction"
-
-
-def test_a_source_that_says_too_late_that_it_connected_writes_the_next_load_and_not_in_ten_minutes() -> None:
-    """What it said before it was avoided is forgotten, so its word is of later."""
-    sources = Sources(ELSEWHERE)
-    [rank] = sources.ranks
-    where, announcer = rank.answers_at, sources.announcer
-    now = time.monotonic()
-
-    def meets(seconds: float) -> bool | None:
-        return announcer.introductions.meets(where, rank.engine, rank.version, now + seconds)
-
-    def introduced(seconds: float) -> bool | None:
-        assert meets(seconds) is None
-        sources.answer(Introduce, Noted(40))
-        return meets(seconds)
-
-    assert introduced(0.0) is None
-    assert meets(introductions.MEET_SECONDS) is False
-    assert meets(introductions.MEET_SECONDS + 1.0) is False
-    announcer.answer(Met(40, "d/0", 7, 0))
-    assert introduced(introductions.MEET_SECONDS + 2.0) is True
-    announcer.fence("a test")
-    assert introduced(introductions.MEET_SECONDS + 3.0) is None, "it writes again: it is awaited behind a fence"
 
 
 def test_each_source_has_a_token_of_its_own_that_nobody_else_can_compute() -> None:
@@ -563,30 +499,149 @@ def test_each_source_has_a_token_of_its_own_that_nobody_else_can_compute() -> No
     tokens = [each.announcer.introductions.token(rank.answers_at) for each in both for rank in each.ranks]
     assert len(set(tokens)) == 4
     sources = both[0]
-    sources.advance(sources.push())
+    sources.advance(sources.load())
     assert [question.token for _, _, question in sources.asked(Introduce)] == tokens[:2]
 
 
 @pytest.mark.parametrize("byte", [b"\x00", b"\xff"])
-def test_a_token_is_not_that_of_an_earlier_version_and_fits_into_a_message(
-    byte: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_is_no_zero_and_fits_into_a_message(byte: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     def digest_of(*_: object, digest_size: int, key: bytes) -> Any:
         return Mock(digest=lambda: byte * digest_size)
 
     monkeypatch.setattr(introductions, "hashlib", Mock(blake2b=digest_of))
     sources = Sources(ELSEWHERE)
-    sources.advance(sources.push())
+    sources.advance(sources.load())
     [(_, _, question)] = sources.asked(Introduce)
     assert question.token
     assert decode_question(encode(question)) == question
 
 
 @pytest.mark.parametrize("wrong", [{"receiver": "d/1"}, {"receiver_epoch": 8}])
-def test_a_message_for_another_rank_or_epoch_is_refused(wrong: dict[str, Any]) -> None:
+def test_a_report_for_another_rank_or_epoch_is_refused(wrong: dict[str, Any]) -> None:
     sources = Sources(ELSEWHERE)
-    met = msgspec.structs.replace(Met(40, "d/0", 7, 0), **wrong)
+    load = sources.announced()
+    report = done(load)
     with pytest.raises(HandoffError) as refused:
-        sources.announcer.answer(met)
+        sources.announcer.answer(msgspec.structs.replace(report, key=msgspec.structs.replace(report.key, **wrong)))
     assert refused.value.reason is Reason.PEER_CHANGED
-    assert not sources.announcer.introductions._met
+    sources.advance(load)
+    assert load.phase is not Phase.DONE
+
+
+@pytest.mark.parametrize(
+    ("host", "process", "is_refused"),
+    [
+        ("127.0.0.1", ELSEWHERE, True),
+        ("127.0.0.1", HERE, False),
+        ("127.0.0.1", None, False),
+        ("10.0.0.2", ELSEWHERE, False),
+    ],
+)
+def test_a_rank_at_loopback_announces_nothing_to_a_source_on_another_host(
+    host: str, process: ProcessIdentity | None, is_refused: bool
+) -> None:
+    """The source could not report there. Where its own address is a real one, it may still be on this host."""
+    sources = Sources(process, host=host)
+    load = sources.load()
+    sources.advance(load)
+    assert (load.phase is Phase.DONE) is is_refused
+    assert len(sources.asked(Introduce)) == (0 if is_refused else 1)
+    if is_refused:
+        assert load.error is not None
+        assert load.error.reason is Reason.PEER_UNREACHABLE
+        assert '"host"' in load.error.remedy
+
+
+# Announcements that are asked again.
+
+
+def done(load: AwaitedLoad, index: int = 0, transport: str = "nixl") -> Written:
+    return Written(load._key, index, f"part {index}", 512, 3, transport, 0.5)
+
+
+def asked_again(sources: Sources, load: AwaitedLoad) -> Announce:
+    """Let two seconds pass without a report; return what the first source is asked."""
+    assert not load.advance(time.monotonic() + ASK_AGAIN_SECONDS - 0.5)
+    assert sources.asked(Announce) == []
+    load.advance(time.monotonic() + ASK_AGAIN_SECONDS)
+    [(_, _, question), *_] = asked = [call.args[:3] for call in sources.client.send.call_args_list]
+    assert {type(each[2]) for each in asked} == {Announce}
+    assert isinstance(question, Announce)
+    return question
+
+
+def test_an_announcement_says_in_which_epoch_the_engine_is_known() -> None:
+    sources = Sources(ELSEWHERE)
+    load = sources.load()
+    sources.advance(load)
+    sources.answer(Introduce, Noted(40))
+    sources.advance(load)
+    [(_, _, question)] = sources.asked(Announce)
+    assert (question.epoch, question.engine_epoch) == (40, ENGINE_EPOCH)
+
+
+def test_a_report_that_was_lost_costs_two_seconds_and_not_the_deadline() -> None:
+    sources = Sources(ELSEWHERE)
+    load = sources.announced()
+    first = load._announcements[0]
+    assert asked_again(sources, load) == first, "the same: the source knows it by its key"
+    sources.answer(Announce, Announced(40, "", done(load)))
+    sources.advance(load)
+    assert (load.phase, load.error) == (Phase.DONE, None)
+    assert load.result(0.0).num_bytes == 512
+
+
+@pytest.mark.parametrize("may_land", [False, True])
+def test_a_failure_that_was_lost_is_learnt_and_what_may_land_too(may_land: bool) -> None:
+    sources = Sources(ELSEWHERE)
+    load = sources.announced()
+    asked_again(sources, load)
+    error = HandoffError(GONE, "the connection is lost.")
+    report = WriteFailed.of(error, key=load._key, source_index=0, may_land=may_land)
+    sources.answer(Announce, Announced(40, "", report))
+    for _ in range(2):
+        sources.advance(load)
+    assert load.phase is Phase.DONE
+    assert load.error is not None
+    assert load.error.reason is GONE
+    assert sources.num_fences == (1 if may_land else 0)
+
+
+def test_a_source_that_still_writes_is_asked_again_and_again_one_question_at_a_time() -> None:
+    sources = Sources(ELSEWHERE)
+    load = sources.announced()
+    for _ in range(3):
+        asked_again(sources, load)
+        load.advance(time.monotonic() + 3 * ASK_AGAIN_SECONDS)
+        sources.answer(Announce, Announced(40, ""))
+        sources.advance(load)
+    assert load.phase is not Phase.DONE
+
+
+def test_a_repeated_answer_does_not_overwrite_the_transport_that_was_noted_first() -> None:
+    """Of a source that has ended, the transport says whether what it has sent may still land."""
+    sources = Sources(HERE)
+    load = sources.announced()
+    for again in ("", "cma"):
+        asked_again(sources, load)
+        sources.answer(Announce, Announced(40, again))
+        sources.advance(load)
+    sources.announcer.peers.has_ended = Mock(return_value=True)  # type: ignore[method-assign]
+    sources.transports.ends_with_process.return_value = True
+    load.advance(time.monotonic() + 60.0)
+    assert [call.args for call in sources.transports.ends_with_process.call_args_list] == [("nixl",)]
+
+
+@pytest.mark.parametrize("wrong", ["key", "source"])
+def test_a_report_of_another_write_in_an_answer_counts_for_nothing(wrong: str) -> None:
+    """The answer comes from one source: it can speak for no other."""
+    sources = Sources(ELSEWHERE, ELSEWHERE)
+    load = sources.announced()
+    asked_again(sources, load)
+    report = done(load, index=1)
+    if wrong == "key":
+        report = msgspec.structs.replace(done(load), key=msgspec.structs.replace(load._key, number=1))
+    sources.answer(Announce, Announced(40, "", report), Announced(41, ""))
+    sources.advance(load)
+    assert load._load is not None
+    assert load._load.writers == [0, 1]

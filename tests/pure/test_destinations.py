@@ -1,4 +1,4 @@
-"""The destinations of a source rank, without messages and bytes: who is known, refused, connected and met."""
+"""The destinations of a source rank, without messages and bytes: who is known, refused and connected."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +8,11 @@ import msgspec
 import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import destinations
-from kvferry.execution.destinations import DestinationRank, Destinations, Meeting
+from kvferry.execution.destinations import DestinationRank, Destinations
 from kvferry.execution.device import HOST
-from kvferry.execution.guard_words import Scratch
-from kvferry.execution.job import Phase
 from kvferry.execution.own_rank import OwnRank
-from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint, Identity, Introduce, Met, PushKey
+from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint, Identity, Introduce, WriteKey
+from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard, encode_shard
@@ -23,9 +21,7 @@ from kvferry.plan.digest_cells import Integrity
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
 EPOCH = 40
 WHERE = EndPoint("127.0.0.1", 1, 7)
-KEY = PushKey("d/0", 7, 1)
-SCRATCH = Scratch(num_words=4)
-UNREACHABLE = TransportError(Reason.PEER_UNREACHABLE, "no way there.")
+KEY = WriteKey("d/0", 7, 1)
 
 
 def shard(tp_rank: int = 0, tp_size: int = 1, num_kv_heads: int = 4) -> Shard:
@@ -64,34 +60,18 @@ class Way:
 class Rank:
     """The second of two source ranks, or one of others, and what it has begun."""
 
-    def __init__(self, *, meets: bool = True, source: Shard = SOURCES[1]) -> None:
-        self.executor, self.client = Mock(), Mock(knows_peers=False)
+    def __init__(self, *, source: Shard = SOURCES[1], trust: Trust = THIS_MACHINE, knows_peers: bool = False) -> None:
         self.ways: list[Way] = []
-        self.now = 0.0
         self.transports = Mock(connect=self._connect)
-        parts: list[Any] = [self.transports, self.executor, HOST, self.client]
-        self.destinations = Destinations(OwnRank("p", encode_shard(source), IDENTITY, {}, *parts), EPOCH, meets=meets)
+        parts: list[Any] = [self.transports, Mock(), HOST, Mock(knows_peers=knows_peers, trust=trust)]
+        self.destinations = Destinations(OwnRank("p", encode_shard(source), IDENTITY, {}, *parts))
 
     def _connect(self, end_points: dict[str, bytes]) -> Way:
         self.ways.append(Way(end_points))
         return self.ways[-1]
 
-    @property
-    def meetings(self) -> list[Meeting]:
-        return [call.args[0] for call in self.executor.submit.call_args_list]
-
-    @property
-    def told(self) -> list[Met]:
-        return [call.args[2] for call in self.client.tell.call_args_list]
-
     def introduce(self, **changed: Any) -> None:
         self.destinations.introduce(msgspec.structs.replace(INTRODUCTION, **changed))
-
-    def advance(self) -> None:
-        self.now += 1.0
-        for meeting in self.meetings:
-            if meeting.phase is not Phase.DONE:
-                meeting.advance(SCRATCH, self.now)
 
 
 INTRODUCTION = Introduce(
@@ -103,6 +83,8 @@ INTRODUCTION = Introduce(
     shard=encode_shard(shard()),
     end_points={"cma": b"0"},
     answers_at=WHERE,
+    registration=0,
+    token=0,
 )
 
 
@@ -124,11 +106,11 @@ def reason_of(call: Callable[[], object]) -> Reason:
 def test_a_destination_that_this_rank_cannot_write_to_is_refused(changed: dict[str, Any], reason: Reason) -> None:
     rank = Rank()
     assert reason_of(lambda: rank.introduce(**changed)) is reason
-    assert (len(rank.destinations.known), rank.ways, rank.meetings) == (0, [], [])
+    assert (len(rank.destinations.known), rank.ways) == (0, [])
 
 
 def test_only_a_later_registration_replaces_a_destination() -> None:
-    """Pushes under way keep the route that they have; the memory of a later registration is elsewhere."""
+    """Writes under way keep the route that they have; the memory of a later registration is elsewhere."""
     rank = Rank()
     rank.introduce(registration=1)
     [first] = rank.destinations.known.values()
@@ -155,8 +137,8 @@ def test_hole_16_an_introduction_in_the_name_of_another_rank_takes_nobodys_place
     assert reason_of(lambda: rank.destinations.announced(KEY, 0, 7)) is Reason.UNKNOWN_REQUEST
 
 
-def test_after_a_fence_of_this_rank_the_next_push_has_a_new_connection() -> None:
-    rank = Rank(meets=False)
+def test_after_a_fence_of_this_rank_the_next_write_has_a_new_connection() -> None:
+    rank = Rank()
     rank.transports.num_fences = 0
     rank.introduce()
     known = rank.destinations.announced(KEY, 0, 0)
@@ -166,9 +148,9 @@ def test_after_a_fence_of_this_rank_the_next_push_has_a_new_connection() -> None
     assert rank.destinations.link(known) is rank.ways[1]
 
 
-def test_a_connection_that_begins_while_this_rank_fences_serves_no_later_push() -> None:
+def test_a_connection_that_begins_while_this_rank_fences_serves_no_later_write() -> None:
     """The server's thread connects while the transfer thread closes the transports."""
-    rank = Rank(meets=False)
+    rank = Rank()
     rank.transports.num_fences = 0
 
     def connect_in_a_fence(end_points: dict[str, bytes]) -> Way:
@@ -222,112 +204,39 @@ def has_part(destination: DestinationRank, transfer_id: str) -> bool:
         return False
 
 
-def test_the_compared_cells_are_made_once_for_each_wish_of_a_destination() -> None:
+def test_the_compared_cells_are_made_once_for_each_value_of_integrity() -> None:
     rank = Rank()
     rank.introduce()
     [known] = rank.destinations.known.values()
     plan = known.plan("x")
-    asked = [(Integrity.SAMPLE, True), (Integrity.SAMPLE, False), (Integrity.FULL, False)]
-    found = [known.cells(plan, wanted, is_sliced=is_sliced) for wanted, is_sliced in asked]
-    assert [(cells.wanted, cells.is_sliced) for cells in found] == asked
-    assert [known.cells(plan, each.wanted, is_sliced=each.is_sliced) for each in found] == found
+    found = [known.cells(plan, wanted) for wanted in (Integrity.SAMPLE, Integrity.FULL)]
+    assert [cells.wanted for cells in found] == [Integrity.SAMPLE, Integrity.FULL]
+    assert [known.cells(plan, cells.wanted) for cells in found] == found
 
 
-# Meetings.
-
-
-def test_a_destination_is_told_that_it_was_met_once_it_can_be_written_to_and_not_before() -> None:
-    rank = Rank()
-    rank.introduce(registration=3)
-    rank.advance()
-    assert rank.told == []
-    rank.ways[0].is_made = True
-    rank.advance()
-    assert rank.told == [Met(EPOCH, "d/0", WHERE.epoch, 3)]
-    assert [meeting.phase for meeting in rank.meetings] == [Phase.DONE]
-    assert rank.meetings[0].result(0.0).transport == "cma"
-    [call] = rank.client.tell.call_args_list
-    assert (call.args[:2], call.kwargs["is_trusted"]) == ((WHERE.host, WHERE.port), False), "a stranger's address"
-
-
-def test_a_rank_that_is_pushed_for_connects_when_it_writes() -> None:
-    rank = Rank(meets=False)
-    rank.introduce()
-    assert rank.meetings == []
-
-
-def test_a_destination_that_was_not_met_is_met_anew_over_another_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it introduces itself again, though not at every introduction."""
-    rank = Rank()
-    rank.introduce()
-    rank.ways[0].error = UNREACHABLE
-    rank.advance()
-    rank.introduce()
-    assert (len(rank.meetings), len(rank.ways)) == (1, 1)
-    assert rank.meetings[0].result(0.0).error is not None
-    monkeypatch.setattr(destinations, "TELL_SECONDS", 0.0)
-    rank.introduce()
-    rank.introduce()
-    assert (len(rank.meetings), len(rank.ways)) == (2, 2)
-    rank.ways[1].is_made = True
-    rank.advance()
-    assert len(rank.told) == 1
-    rank.introduce()
-    assert (len(rank.meetings), len(rank.ways)) == (3, 2), "told again: the word may be lost, the connection is not"
-
-
-def test_a_meeting_that_a_fence_of_this_rank_has_interrupted_goes_on_over_the_transport_that_it_has_opened() -> None:
-    """Else the destination would not be told, and read for ten minutes."""
-    rank = Rank()
-    rank.introduce()
-    rank.ways[0].error = TransportError(Reason.CLOSED, "this nixl transport is closed.")
-    rank.advance()
-    assert len(rank.ways) == 2
-    assert rank.destinations.known["d/0", WHERE.epoch, 0].link is rank.ways[1]
-    rank.ways[1].is_made = True
-    rank.advance()
-    assert len(rank.told) == 1
-    [meeting] = rank.meetings
-    assert meeting.result(0.0).error is None
-
-
-def test_meetings_that_are_over_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(destinations, "MAX_MEETINGS", 1)
-    rank = Rank()
-    for number in range(3):
-        rank.introduce(receiver=f"d/{number}")
-        assert len(rank.meetings) == number + 1
-        rank.introduce(receiver="one more")
-        assert len(rank.meetings) == number + 1
-        way = rank.destinations.known[f"d/{number}", WHERE.epoch, 0].link
-        assert isinstance(way, Way)
-        way.is_made = True
-        rank.advance()
-    assert [met.receiver for met in rank.told] == ["d/0", "d/1", "d/2"]
-
-
-def test_meetings_keep_no_more_of_forgotten_introductions_than_a_rank_remembers(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("host", "allowed_hosts", "knows_peers", "is_refused"),
+    [
+        ("10.9.0.1", [], False, True),
+        ("10.9.0.1", ["10.9.0.0/16"], False, False),
+        ("10.9.0.1", [], True, False),
+        ("127.0.0.1", [], False, False),
+    ],
+)
+def test_a_destination_to_which_this_engine_may_not_connect_is_refused_at_once(
+    host: str, allowed_hosts: list[str], knows_peers: bool, is_refused: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each of 1,024 meetings could keep end points of 4 MB until a peer that does not answer is given up."""
-    monkeypatch.setattr(destinations, "MAX_INTRODUCED_BYTES", 3_000_000)
-    rank = Rank()
-    for name in "abcd":
-        rank.introduce(receiver=name, end_points={"none": bytes(1_400_000)})
-    assert len(rank.meetings) == 2
-    for way in rank.ways:
-        way.is_made = True
-    rank.advance()
-    rank.introduce(receiver="e")
-    assert len(rank.meetings) == 3
-
-
-def test_a_meeting_that_is_cancelled_is_over_and_tells_nothing() -> None:
-    """As when the engine ends."""
-    rank = Rank()
-    rank.introduce()
-    [meeting] = rank.meetings
-    meeting.cancel(HandoffError(Reason.CLOSED, "the executor stops."))
-    assert meeting.phase is Phase.DONE
-    assert meeting.result(0.0).error is not None
-    assert rank.told == []
+    """Its loads would wait for reports until their deadlines. With keys an introduction comes from a trusted engine."""
+    rank = Rank(trust=Trust(allowed_hosts=allowed_hosts), knows_peers=knows_peers)
+    where = EndPoint(host, 5601, WHERE.epoch)
+    if not is_refused:
+        rank.introduce(answers_at=where)
+        assert rank.destinations.announced(KEY, 0, 0).answers_at == where
+        return
+    with pytest.raises(HandoffError) as refused:
+        rank.introduce(answers_at=where)
+    assert refused.value.reason is Reason.PERMISSION_DENIED
+    assert "10.9.0.1:5601" in refused.value.message
+    assert '"allowed_hosts"' in refused.value.remedy
+    assert "10.9.0.1:5601" in caplog.text, "both logs say so"
+    assert (len(rank.destinations.known), rank.ways) == (0, [])

@@ -1,17 +1,14 @@
-"""The pages of failures name tests that exist, a test for every failure and hole that must have one, and every code."""
+"""The pages of failures name tests that exist, a test for every failure that must have one, and every code."""
 
 import ast
 import re
 from pathlib import Path
-
-import pytest
 
 from kvferry.errors import Reason
 from kvferry.integrations.vllm.failed_loads import status_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/failures-others-had.md").read_text()
-HOLES = (ROOT / "docs/holes-that-were-closed.md").read_text()
 REASONS = (ROOT / "docs/failures.md").read_text().partition("## Reason codes")[2].partition("\n## ")[0]
 ISSUES = (
     *(52234, 24527, 850, 55776, 17665, 1983, 12779, 2433, 16662, 2933, 12313, 14142, 2899, 5431, 7236, 6325, 7834),
@@ -20,17 +17,13 @@ ISSUES = (
 """Numbers of issues, pull requests and advisories whose tests are named after them."""
 
 
-NUM_HOLES = 20
+def named_tests() -> list[tuple[str, str]]:
+    return re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", PAGE)
 
 
-def named_tests(page: str = PAGE) -> list[tuple[str, str]]:
-    return re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", page)
-
-
-@pytest.mark.parametrize("page", [PAGE, HOLES], ids=["failures", "holes"])
-def test_every_test_of_the_page_exists(page: str) -> None:
-    assert len(named_tests(page)) > 30
-    for path, name in named_tests(page):
+def test_every_test_of_the_page_exists() -> None:
+    assert len(named_tests()) > 30
+    for path, name in named_tests():
         functions = {getattr(node, "name", "") for node in ast.parse((ROOT / path).read_text()).body}
         assert name in functions, f"{path} has no {name}"
 
@@ -38,20 +31,6 @@ def test_every_test_of_the_page_exists(page: str) -> None:
 def test_every_failure_has_a_test_that_is_named_after_it() -> None:
     numbers = {int(number) for _, name in named_tests() for number in re.findall(r"\d+", name)}
     assert not {*ISSUES} - numbers
-
-
-def test_every_hole_has_a_test_that_is_named_after_it_and_every_such_test_is_listed() -> None:
-    rows = re.findall(r"^\| (\d+) \| .* \| `\S+::test_hole_(\d+)_\w+` \|$", HOLES, re.MULTILINE)
-    assert len(rows) == len(named_tests(HOLES))
-    assert all(number == named for number, named in rows)
-    assert {int(number) for number, _ in rows} == {*range(1, NUM_HOLES + 1)}
-    sources = [(path, path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
-    written = {
-        (str(path.relative_to(ROOT)), name)
-        for path, text in sources
-        for name in re.findall(r"^def (test_hole_\w+)", text, re.MULTILINE)
-    }
-    assert written == {*named_tests(HOLES)}
 
 
 def test_every_reason_is_explained_once_with_the_status_of_its_answer() -> None:

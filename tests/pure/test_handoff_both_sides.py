@@ -1,8 +1,8 @@
-"""Both sides of a pull, a network that drops, doubles, delays and reorders, and memory that is reused at once.
+"""Holds and leases, a network that drops, doubles, delays and reorders, and memory that is reused at once.
 
-Time is logical and the two clocks are apart. The holds, the guard words, the effect of a step on them and the decode
-engine's conclusions are the product's. The memory model has what a one-sided read meets: the step that lets blocks go
-overwrites them, and reads see one value at a time. A seed determines the whole simulation.
+Time is logical and the two clocks are apart. The holds, the writes of the prefill engine's rank and the decode
+engine's conclusions are the product's. The memory model has what a write meets: the step that lets blocks go overwrites
+them, and a write takes one value at a time. A seed determines the whole simulation.
 """
 
 from collections.abc import Callable
@@ -13,38 +13,36 @@ import msgspec
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.execution.device import HOST
-from kvferry.execution.guard_words import GuardWords, Held, StepWords
-from kvferry.handoff.guard_word import HeldPrompt, guard_word
-from kvferry.handoff.holds import Ending, Hold, Holds
-from kvferry.handoff.messages import Handle
-from kvferry.handoff.pull_read import Action, PullRead
+from kvferry.handoff.holds import Ending, Hold, Holds, transfer_of
+from kvferry.handoff.messages import Handle, WriteKey
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
+from kvferry.handoff.source import END, Need, Prompt, SourceWrites, WriteRequest, no_longer_held
+from kvferry.plan.layer_spans import Span
 
-NUM_SLOTS, LEASE, LINGER, SHARE, STALLED = 2, 60.0, 0.5, 0.25, 100.0
+MAX_HOLDS, LEASE, LINGER, SHARE, STALLED = 2, 60.0, 0.5, 0.25, 100.0
 CLOCK_OFFSET = 12345.0
 NUM_VALUES = 3
 OVERWRITTEN = -1
 NUM_STEPS = 300
 
 
-def word_bytes(epoch: int, handle: Handle) -> bytes:
-    return guard_word("p", epoch, handle, HeldPrompt("digest", 1, [], []))
+SPAN = Span("full")
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """What the prefill engine answered its client: a hold, where its word lies, and which prompt it is of."""
+    """What the prefill engine answered its client: a hold, and which prompt it is of."""
 
     remote: RemoteHold
-    slot: int
     prompt: int
 
 
-class Read(msgspec.Struct):
-    """A load in progress, and the values seen so far."""
+class Load(msgspec.Struct):
+    """A load in progress, its write, and the values written so far."""
 
-    pull: PullRead
+    request_id: str
+    key: WriteKey
     held_prompt: Answered
+    writes: SourceWrites
     values: list[int]
     is_aborted: bool = False
 
@@ -63,10 +61,10 @@ class TwoSides:
         self.held_prompts: list[Answered] = []
         self.network: list[Callable[[], None]] = []
         self.waiting: dict[str, Answered] = {}
-        self.reads: list[Read] = []
+        self.loads: list[Load] = []
         self.let_go: set[RemoteHold] = set()
         self.confirmed_ends: dict[RemoteHold, float] = {}
-        self.num_requests = 0
+        self.num_requests = self.num_loads = 0
         self.num_commits = 0
         self.num_caught = 0
 
@@ -76,8 +74,8 @@ class TwoSides:
             self.begin_prompt: 10,
             self.step_prefill: 15,
             self.arrive: 10,
-            self.start_read: 12,
-            self.read_a_value: 40,
+            self.start_load: 12,
+            self.write_a_value: 40,
             self.abort: 3,
             self.step_decode: 15,
             self.deliver: 25,
@@ -98,15 +96,14 @@ class TwoSides:
     def restart(self) -> None:
         """Everything that the earlier epoch held is gone and overwritten."""
         self.epoch += 1
-        self.prefill = Holds(self.epoch, NUM_SLOTS, LEASE)
-        self.words = GuardWords(NUM_SLOTS)
-        self.step_words = StepWords(self.words, HOST)
+        self.prefill = Holds(self.epoch, MAX_HOLDS, LEASE)
+        self.writes = SourceWrites()
         self.blocks = dict.fromkeys(self.blocks, OVERWRITTEN)
         self.prompt_of = {}
         self.begun: list[Hold] = []
 
     def begin_prompt(self) -> None:
-        """A prompt gets fresh blocks, which the next step writes, and maybe the slot of a hold that has just ended."""
+        """A prompt gets fresh blocks, which the next step writes, and maybe the room of a hold that has just ended."""
         hold = self.prefill.begin(self.random.choice(["a", "0_c", "1_c"]))
         if hold is None or hold in self.begun:
             return
@@ -115,27 +112,19 @@ class TwoSides:
         self.begun.append(hold)
 
     def step_prefill(self) -> None:
-        """The words change, then the step writes: the blocks of holds that ended are others' in this very step."""
+        """The writes of ended holds end, then the step writes: their blocks are others' in this very step."""
         self.prefill.expire(self.now)
-        ended = self.prefill.take_ended()
         begun, self.begun = self.begun, []
-        self.step_words.begin([each.hold.slot for each in ended], [self.word_of(hold) for hold in begun])
-        for each in ended:
+        for each in self.prefill.take_ended():
+            assert each.hold is not None
             self.check_ending(each.hold, each.ending)
+            self.writes.end(transfer_of(each.handle), no_longer_held("a prompt"))
             self.blocks[self.prompt_of.pop(each.handle)] = OVERWRITTEN
-            assert not self.word_is_right(self.epoch, each.handle, each.hold.slot), "a hold ended and its word stands"
         for hold in begun:
             prompt = self.blocks[self.prompt_of[hold.handle]] = self.prompt_of[hold.handle]
-            assert self.word_is_right(self.epoch, hold.handle, hold.slot), "a hold began without its word"
+            self.writes.compute(hold.transfer_id, Prompt(NUM_VALUES, "digest", {}, END))
             self.prefill.hold(hold.request_id, self.now)
-            self.held_prompts.append(
-                Answered(RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle), hold.slot, prompt)
-            )
-        self.step_words.finish()
-
-    def word_of(self, hold: Hold) -> Held:
-        assert hold.slot is not None
-        return Held(hold.slot, word_bytes(self.epoch, hold.handle))
+            self.held_prompts.append(Answered(RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle), prompt))
 
     def check_ending(self, hold: Hold, ending: Ending) -> None:
         remote = RemoteHold("p", self.epoch, "127.0.0.1", 5600, hold.handle)
@@ -155,7 +144,7 @@ class TwoSides:
         self.decode.arrive(request_id, held_prompt.remote, LEASE, self.decode_now)
         self.waiting[request_id] = held_prompt
 
-    def start_read(self) -> None:
+    def start_load(self) -> None:
         if not self.waiting:
             return
         request_id = self.random.choice(list(self.waiting))
@@ -164,35 +153,55 @@ class TwoSides:
         if lease is None or lease.is_over(self.decode_now):
             self.decode.finish(request_id, self.decode_now)
             return
-        pull = PullRead(request_id, self.decode_now, lease.end)
-        pull.begin([word_bytes(held_prompt.remote.epoch, held_prompt.remote.handle)], num_rounds=1)
-        if Action.READ_DATA in pull.words_read([self.word(held_prompt.slot)], self.decode_now):
-            pull.round_begun()
-            self.reads.append(Read(pull, held_prompt, []))
-        else:
-            self.decode.finish(request_id, self.decode_now)
-
-    def read_a_value(self) -> None:
-        if not self.reads:
-            return
-        read = self.random.choice(self.reads)
-        if len(read.values) < NUM_VALUES:
-            read.values.append(self.blocks[read.held_prompt.prompt])
-            return
-        self.reads.remove(read)
-        read.pull.data_read()
-        read.pull.words_read([self.word(read.held_prompt.slot)], self.decode_now)
-        if Action.COMMIT not in read.pull.copied():
+        self.num_loads += 1
+        key = WriteKey("d", 1, self.num_loads)
+        needs, transfer_id = {SPAN: Need(0, NUM_VALUES, 1)}, transfer_of(held_prompt.remote.handle)
+        deadline = self.now + lease.remaining(self.decode_now)
+        request = WriteRequest(key, transfer_id, NUM_VALUES, "digest", needs, deadline, known_by=self.now)
+        try:
+            if held_prompt.remote.epoch != self.epoch:
+                raise HandoffError(Reason.PEER_CHANGED, "the engine was restarted")
+            self.writes.announce(request, self.now)
+        except HandoffError as error:
+            if error.reason not in (Reason.PEER_CHANGED, Reason.LEASE_EXPIRED):
+                raise AssertionError("refused for no such reason") from error
             self.num_caught += 1
-        elif not read.is_aborted:
-            assert read.values == [read.held_prompt.prompt] * NUM_VALUES, "committed bytes of another request"
+            self.decode.finish(request_id, self.decode_now)
+            return
+        self.loads.append(Load(request_id, key, held_prompt, self.writes, []))
+
+    def write_a_value(self) -> None:
+        if not self.loads:
+            return
+        load = self.random.choice(self.loads)
+        if load.writes is not self.writes:
+            self.num_caught += 1  # the process that wrote has ended
+            self.finish(load)
+            return
+        load.writes.take(load.key)
+        if load.writes.is_stopping(load.key):
+            load.writes.stopped(load.key, None)
+        elif len(load.values) < NUM_VALUES and load.writes.outcome(load.key) is None:
+            load.values.append(self.blocks[load.held_prompt.prompt])
+        else:
+            load.writes.landed(load.key)
+        if (over := load.writes.outcome(load.key)) is None:
+            return
+        if over.error is not None:
+            self.num_caught += 1
+        elif not load.is_aborted:
+            assert load.values == [load.held_prompt.prompt] * NUM_VALUES, "committed bytes of another request"
             self.num_commits += 1
-        self.decode.finish(read.pull.job_id, self.decode_now)
+        self.finish(load)
+
+    def finish(self, load: Load) -> None:
+        self.loads.remove(load)
+        self.decode.finish(load.request_id, self.decode_now)
 
     def abort(self) -> None:
-        """A waiting request goes at once; the values of one that reads still land before its hold is let go."""
-        if self.reads:
-            self.random.choice(self.reads).is_aborted = True
+        """A waiting request goes at once; the values of one that loads still land before its hold is let go."""
+        if self.loads:
+            self.random.choice(self.loads).is_aborted = True
         if self.waiting:
             request_id = self.random.choice(list(self.waiting))
             del self.waiting[request_id]
@@ -201,7 +210,7 @@ class TwoSides:
     def step_decode(self) -> None:
         self.decode.step(self.decode_now)
         for remote in self.decode.take_releases(self.decode_now):
-            assert not self.requests_of(remote), "released while a request reads"
+            assert not self.requests_of(remote), "released while a request loads"
             self.let_go.add(remote)
             self.confirmed_ends.pop(remote, None)
             self.network.append(partial(self.receive_release, remote))
@@ -210,7 +219,7 @@ class TwoSides:
 
     def requests_of(self, remote: RemoteHold) -> list[str]:
         waiting = [request_id for request_id, held_prompt in self.waiting.items() if held_prompt.remote == remote]
-        return waiting + [read.pull.job_id for read in self.reads if read.held_prompt.remote == remote]
+        return waiting + [load.request_id for load in self.loads if load.held_prompt.remote == remote]
 
     # The network.
 
@@ -260,21 +269,15 @@ class TwoSides:
         lost = self.decode.lost([remote])
         assert sorted(lost) == sorted(self.requests_of(remote))
         assert not any(self.decode.lease_of(request_id) for request_id in lost)
-        for read in self.reads:
-            read.is_aborted |= read.pull.job_id in lost
-
-    def word(self, slot: int) -> bytes:
-        return bytes(self.words.array[slot].tobytes())
-
-    def word_is_right(self, epoch: int, handle: Handle, slot: int) -> bool:
-        return self.word(slot) == word_bytes(epoch, handle)
+        for load in self.loads:
+            load.is_aborted |= load.request_id in lost
 
     def pass_time(self) -> None:
         self.now += self.random.choice([0.1, 0.3, 1.0, 1.0, 3.0, 9.0, 29.0, 61.0])
 
     def come_to_rest(self) -> None:
-        while self.reads:
-            self.read_a_value()
+        while self.loads:
+            self.write_a_value()
         while self.waiting:
             self.abort()
         self.now += LEASE
@@ -284,7 +287,8 @@ class TwoSides:
         self.now += LEASE
         self.step_prefill()
         assert self.prefill.num_holds == 0
-        assert not self.words.array.any()
+        assert self.writes.num_open == 0
+        assert self.writes.snapshot(self.now)["prompts"] == {}
 
 
 @pytest.mark.parametrize("first_seed", range(0, 400, 100))

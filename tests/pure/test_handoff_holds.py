@@ -4,24 +4,29 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff import holds
 from kvferry.handoff.holds import (
+    GENERATION_BITS,
+    HOLD_PREFIX,
     RENEWED_LEASE_SECONDS,
+    TRANSFER_GENERATION,
     Ending,
     Hold,
     Holds,
     Lease,
     handle_of_transfer,
+    is_of_hold,
     sampling_family,
+    transfer_of,
 )
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Handle
 
-EPOCH, NUM_SLOTS, LEASE, RENEWED, MOST = 7, 4, 60.0, RENEWED_LEASE_SECONDS, 150.0
+EPOCH, MAX_HOLDS, LEASE, RENEWED, MOST = 7, 4, 60.0, RENEWED_LEASE_SECONDS, 150.0
 TRANSFERS = ["x", "y", "z", "0_t", "1_t"]
 transfer_ids = st.sampled_from(TRANSFERS)
 request_ids = st.sampled_from(["a", "b", "0_c", "1_c", "2_c", "11_d", "d"])
@@ -34,7 +39,7 @@ class HoldsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.side = Holds(EPOCH, NUM_SLOTS, LEASE, MOST)
+        self.side = Holds(EPOCH, MAX_HOLDS, LEASE, MOST)
         self.now = 0.0
         self.live: dict[str, Hold] = {}
         self.lease_end: dict[str, float] = {}
@@ -69,12 +74,11 @@ class HoldsMachine(RuleBasedStateMachine):
             assert hold is None, "a finished request of this id is still held"
         elif request_id in self.live:
             assert hold is not None
-            assert (hold.handle, hold.slot) == (self.live[request_id].handle, self.live[request_id].slot)
-        elif len(self.live.keys() - set(TRANSFERS)) == NUM_SLOTS:
-            assert hold is None, "more holds than slots"
+            assert hold.handle == self.live[request_id].handle
+        elif len(self.live.keys() - set(TRANSFERS)) == MAX_HOLDS:
+            assert hold is None, "more holds than there is room for"
         else:
-            assert hold is not None, "a free slot was not given"
-            assert 0 <= hold.slot < NUM_SLOTS
+            assert hold is not None, "room was not given"
             assert hold.handle.request_id == request_id
             assert hold.handle.generation not in {handle.generation for handle in self.known}
             assert not hold.is_held
@@ -105,7 +109,7 @@ class HoldsMachine(RuleBasedStateMachine):
         is_taken = transfer_id in self.live and request_id not in self.transfers
         assert (hold is None) == (has_ended or is_taken)
         if hold is not None:
-            assert (hold.handle, hold.slot) == (handle_of_transfer(transfer_id), None)
+            assert hold.handle == handle_of_transfer(transfer_id)
             self.live[transfer_id] = hold
             self.transfers[request_id] = transfer_id
 
@@ -222,21 +226,15 @@ class HoldsMachine(RuleBasedStateMachine):
         assert self.side.num_holds == len(self.live)
         assert self.side.has_ended == bool(self.ended)
 
-    @invariant()
-    def live_holds_share_no_slot(self) -> None:
-        slots = [hold.slot for hold in self.live.values() if hold.slot is not None]
-        assert len(set(slots)) == len(slots)
-
     def teardown(self) -> None:
-        """Nothing has leaked: after the last lease every slot can be given again."""
+        """Nothing has leaked: after the last lease all room can be given again."""
         self.take_ended()
         for hold in self.live.values():
             self.side.hold(hold.request_id, self.now)
         self.side.expire(self.now + LEASE)
         assert self.side.num_holds == 0
         assert {end.handle for end in self.side.take_ended()} == {hold.handle for hold in self.live.values()}
-        holds = [self.side.begin(f"last-{number}") for number in range(NUM_SLOTS)]
-        assert sorted(hold.slot for hold in holds if hold is not None) == list(range(NUM_SLOTS))
+        assert None not in [self.side.begin(f"last-{number}") for number in range(MAX_HOLDS)]
         assert self.side.begin("one too many") is None
 
 
@@ -316,9 +314,9 @@ def test_a_transfer_is_released_although_the_epoch_has_changed_since_the_decode_
         ("to come", Ending.RELEASED),
     ]
     assert side.begin_transfer("to come", "b") is None
-    pulled = held(side, "c")
+    own = held(side, "c")
     with pytest.raises(HandoffError, match="epoch"):
-        side.release(EPOCH, [handle_of_transfer("y"), pulled.handle])
+        side.release(EPOCH, [handle_of_transfer("y"), own.handle])
     assert side.num_holds == 1
 
 
@@ -339,15 +337,15 @@ def test_a_lease_ends_at_its_last_moment_and_not_before() -> None:
 
 def test_hole_12_a_killed_decode_engine_leaves_its_holds_for_the_length_of_a_renewal_and_not_of_a_first_lease() -> None:
     side = Holds(EPOCH, 2, LEASE)
-    pulled, unseen = held(side, "a"), held(side, "b")
-    side.renew(EPOCH, [pulled.handle], now=1.0)
+    loaded, unseen = held(side, "a"), held(side, "b")
+    side.renew(EPOCH, [loaded.handle], now=1.0)
     side.expire(1.0 + RENEWED)
-    assert [end.handle for end in side.take_ended()] == [pulled.handle]
+    assert [end.handle for end in side.take_ended()] == [loaded.handle]
     assert side.renew(EPOCH, [unseen.handle], now=LEASE - 1) == [], "the router may be slow"
 
 
 def test_a_decode_engine_that_was_killed_before_the_prompt_ended_has_no_first_lease() -> None:
-    """A push is renewed while its prompt is computed."""
+    """A transfer is renewed while its prompt is computed."""
     side = Holds(EPOCH, 1, LEASE)
     transfer = side.begin_transfer("x", "r")
     assert transfer is not None
@@ -439,7 +437,7 @@ def endings(side: Holds) -> list[tuple[str, Ending]]:
 
 def test_a_hold_that_yields_has_a_first_lease_of_its_own_and_renewals_as_any_other() -> None:
     side = Holds(EPOCH, 4, LEASE, max_hold_seconds=1000.0)
-    first, second = yielding(side, "a"), yielding(side, "b")
+    _, second = yielding(side, "a"), yielding(side, "b")
     assert side.open_hold("a") is None, "its request has ended"
     assert side.renew(EPOCH, [second.handle], now=95.0) == []
     side.expire(99.9)
@@ -448,18 +446,16 @@ def test_a_hold_that_yields_has_a_first_lease_of_its_own_and_renewals_as_any_oth
     assert endings(side) == [("a", Ending.EXPIRED)]
     side.expire(95.0 + side.renewed_lease_seconds)
     assert endings(side) == [("b", Ending.ABANDONED)]
-    assert first.slot in (yielding(side, name).slot for name in "cdef")
+    assert [yielding(side, name).handle.request_id for name in "cdef"] == [*"cdef"], "their room is free"
 
 
-def test_where_no_slot_is_free_the_oldest_answer_that_nobody_loads_yields() -> None:
-    """A prompt for a decode engine takes its slot, and so does a later answer; what is loaded stays."""
+def test_where_there_is_no_room_the_oldest_answer_that_nobody_loads_yields() -> None:
+    """A prompt for a decode engine takes its room, and so does a later answer; what is loaded stays."""
     side = Holds(EPOCH, 4, LEASE)
     held(side, "prompt")
-    loaded, oldest, _ = (yielding(side, name) for name in ("loaded", "oldest", "newest"))
+    loaded, *_ = [yielding(side, name) for name in ("loaded", "oldest", "newest")]
     side.renew(EPOCH, [loaded.handle], now=1.0)
-    begun = side.begin("next prompt")
-    assert begun is not None
-    assert begun.slot == oldest.slot
+    assert side.begin("next prompt") is not None
     assert endings(side) == [("oldest", Ending.YIELDED)]
     yielding(side, "next answer")
     assert endings(side) == [("newest", Ending.YIELDED)]
@@ -473,11 +469,13 @@ def test_where_no_slot_is_free_the_oldest_answer_that_nobody_loads_yields() -> N
 
 def test_only_holds_that_yield_end_with_their_blocks_or_when_an_engine_drains() -> None:
     side = Holds(EPOCH, 8, LEASE)
-    held(side, "prompt")
-    side.begin("open")
-    side.begin_transfer("x", "pushed")
-    yielding(side, "answer")
-    side.yield_blocks(["prompt", "open", "x", "answer", "unknown"])
+    prompt, begun = held(side, "prompt"), side.begin("open")
+    transfer = side.begin_transfer("x", "of a router")
+    assert begun is not None
+    assert transfer is not None
+    answer = yielding(side, "answer")
+    handles = [hold.handle for hold in (prompt, begun, transfer, answer)]
+    side.yield_blocks([*handles, Handle("answer", 1), handle_of_transfer("unknown")])
     assert endings(side) == [("answer", Ending.YIELDED)]
     yielding(side, "answer")
     assert (side.num_holds, side.num_lasting) == (4, 3)
@@ -502,7 +500,7 @@ def test_a_reset_ends_every_hold_and_refuses_messages_of_before() -> None:
         assert caught.value.reason is Reason.PEER_CHANGED
     assert side.hold("open", now=1.0) is None
     assert side.renew(EPOCH + 1, [former.handle], now=1.0) == [former.handle]
-    assert len({each.slot for name in "abcd" if (each := side.begin(name)) is not None}) == 4, "their slots are free"
+    assert None not in [side.begin(name) for name in "abcd"], "their room is free"
 
 
 def test_a_held_or_unknown_request_has_no_open_hold() -> None:
@@ -533,12 +531,91 @@ def test_a_transfer_ends_with_the_one_sample_that_serves_it() -> None:
     assert [ended.ending for ended in side.take_ended()] == [Ending.DROPPED]
 
 
+def test_a_request_and_a_router_s_transfer_may_have_the_same_id() -> None:
+    """A client may know a transfer's id, and names its own request so: neither hold touches the other."""
+    side = Holds(EPOCH, 2, LEASE)
+    own, transfer = side.begin("x"), side.begin_transfer("x", "r")
+    assert own is not None
+    assert transfer is not None
+    assert own.handle != transfer.handle
+    assert own.transfer_id != transfer.transfer_id == "x"
+    assert (side.open_hold("x"), side.open_hold("r")) == (own, transfer)
+    side.hold("x", now=0.0)
+    side.hold("r", now=0.0)
+    assert side.renew(EPOCH, [transfer.handle], now=55.0) == []
+    side.expire(LEASE - 0.1)
+    assert side.num_holds == 2
+    side.expire(LEASE)
+    assert [end.handle for end in side.take_ended()] == [own.handle], "it was not the one that was renewed"
+    assert side.begin("x") is not None
+    side.release(EPOCH, [transfer.handle])
+    assert [end.handle for end in side.take_ended()] == [transfer.handle]
+    assert side.num_holds == 1
+    side.drop_transfer("x")
+    assert side.num_holds == 1, "a transfer's id drops no hold of this engine"
+
+
+def test_a_request_has_one_open_hold() -> None:
+    side = Holds(EPOCH, 2, LEASE)
+    own = side.begin("a")
+    assert side.begin_transfer("x", "a") is None
+    assert side.open_hold("a") == own
+    transfer = side.begin_transfer("y", "b")
+    assert side.begin("b") is None
+    assert side.open_hold("b") == transfer
+
+
+@given(st.integers(1, (1 << GENERATION_BITS) - 1), st.text(min_size=1, max_size=9))
+def test_the_transfer_id_of_a_hold_names_its_generation_and_nothing_of_its_request(
+    generation: int, request_id: str
+) -> None:
+    transfer_id = transfer_of(Handle(request_id, generation))
+    assert is_of_hold(transfer_id)
+    assert len(transfer_id) == len(HOLD_PREFIX) + 16
+    assert transfer_id == transfer_of(Handle("another", generation)) != transfer_of(Handle(request_id, generation ^ 2))
+    assert handle_of_transfer(transfer_id).generation == generation
+
+
+@pytest.mark.parametrize("transfer_id", ["x", "hold", "hold :0000000000000001", " hold:0000000000000001"])
+def test_a_router_s_transfer_id_names_its_own_transfer(transfer_id: str) -> None:
+    assert not is_of_hold(transfer_id)
+    handle = handle_of_transfer(transfer_id)
+    assert handle == Handle(transfer_id, TRANSFER_GENERATION)
+    assert transfer_of(handle) == transfer_id
+
+
+@pytest.mark.parametrize("transfer_id", ["hold:", "hold:0000000000000001", "hold:xyz", "hold:000000000000001"])
+def test_a_router_s_transfer_id_that_begins_as_that_of_a_hold_is_refused(transfer_id: str) -> None:
+    """Nobody begins, drops or ends a transfer of such an id: the ranks would end the hold of another request."""
+    side = Holds(EPOCH, 2, LEASE)
+    assert side.begin_transfer(transfer_id, "a") is None
+    assert side.open_hold("a") is None
+    side.drop_transfer(transfer_id)
+    side.release(EPOCH, [Handle(transfer_id, TRANSFER_GENERATION)])
+    assert (side.num_holds, side.take_ended()) == (0, [])
+    side.drain()
+    assert side.begin_transfer(transfer_id, "a") is None
+    assert side.take_ended() == []
+
+
+def test_a_rank_that_knows_only_the_transfer_id_releases_the_hold() -> None:
+    """The destination of a write may be dead: the source's rank asks its own engine to end the hold."""
+    side = Holds(EPOCH, 2, LEASE)
+    hold, transfer = held(side, "a"), side.begin_transfer("x", "r")
+    assert transfer is not None
+    side.release(EPOCH, [handle_of_transfer(each.transfer_id) for each in (hold, transfer)])
+    assert [(end.handle, end.ending) for end in side.take_ended()] == [
+        (hold.handle, Ending.RELEASED),
+        (transfer.handle, Ending.RELEASED),
+    ]
+
+
 def test_a_snapshot_is_plain_and_relative_to_now() -> None:
     side = Holds(EPOCH, 2, LEASE)
-    held(side, "a", now=5.0)
+    hold = held(side, "a", now=5.0)
     side.begin_transfer("x", "b")
     assert side.snapshot(now=15.0) == {
-        "holds": {"a": ("a", 0, 50.0), "x": ("b", None, None)},
-        "num_free_slots": 1,
+        "holds": {transfer_of(hold.handle): ("a", 50.0), "x": ("b", None)},
+        "num_free": 1,
         "ended": [],
     }

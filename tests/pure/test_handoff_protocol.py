@@ -1,6 +1,7 @@
 """Messages of the control plane: round trips, and one kind of refusal for any other bytes."""
 
 import string
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +19,6 @@ from kvferry.handoff.messages import (
     MAX_QUESTION_BYTES,
     MAX_REQUESTS_PER_MESSAGE,
     MAX_TEXT_LENGTH,
-    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Announce,
     Announced,
@@ -31,20 +31,18 @@ from kvferry.handoff.messages import (
     HandshakeRefused,
     Identity,
     Introduce,
-    Met,
     Noted,
-    Pushed,
-    PushFailed,
-    PushKey,
     Question,
     RankEntry,
     Refusal,
     Release,
     Renew,
     Renewed,
-    Reopened,
     Revoke,
     Revoked,
+    WriteFailed,
+    WriteKey,
+    Written,
     decode_answer,
     decode_question,
     encode,
@@ -61,6 +59,7 @@ handles = st.lists(st.builds(Handle, identifiers, unsigned), max_size=5).map(tup
 lease_seconds = st.floats(min_value=1e-3, max_value=MAX_LEASE_SECONDS)
 identities = st.builds(Identity, *[identifiers] * 4, *[unsigned] * 3, *[identifiers] * 2)
 end_points = st.dictionaries(identifiers, st.binary(max_size=20), max_size=3)
+integrities = st.sampled_from(["off", "sample", "full"])
 names = st.from_regex(r"a[a-z0-9_-]{0,20}(\.[a-z0-9_-]{1,20}){0,3}", fullmatch=True)
 hosts = names | st.ip_addresses().map(str) | st.ip_addresses(v=6).map("[{}]".format)
 places = st.builds(EndPoint, hosts, st.integers(1, 65535), unsigned)
@@ -78,16 +77,26 @@ ranks = st.builds(
     unsigned,
     st.binary(max_size=50),
     end_points,
-    unsigned,
-    unsigned,
-    st.none() | places,
+    places,
     st.none() | processes,
-    held_end_point=st.none() | places,
+    integrities,
 )
-push_keys = st.builds(PushKey, identifiers, unsigned, unsigned)
+write_keys = st.builds(WriteKey, identifiers, unsigned, unsigned)
 announced = st.builds(AnnouncedBlocks, identifiers, *[unsigned] * 3, st.lists(unsigned, max_size=4).map(tuple))
+written = st.builds(
+    Written,
+    write_keys,
+    unsigned,
+    identifiers,
+    unsigned,
+    unsigned,
+    identifiers,
+    lease_seconds,
+    st.binary(max_size=50),
+)
+write_failed = st.builds(WriteFailed, identifiers, texts, key=write_keys, source_index=unsigned, may_land=st.booleans())
 questions = st.one_of(
-    st.builds(DirectoryRequest, unsigned, identifiers, unsigned),
+    st.builds(DirectoryRequest, unsigned, unsigned, identifiers),
     st.builds(HandshakeRefused, identifiers, texts, texts, version=unsigned, epoch=unsigned, sender=identifiers),
     st.builds(Renew, unsigned, handles),
     st.builds(Release, unsigned, handles),
@@ -102,11 +111,14 @@ questions = st.one_of(
         end_points,
         places,
         unsigned,
+        unsigned,
     ),
     st.builds(
         Announce,
         unsigned,
-        push_keys,
+        unsigned,
+        write_keys,
+        unsigned,
         unsigned,
         identifiers,
         unsigned,
@@ -114,31 +126,13 @@ questions = st.one_of(
         st.lists(announced, min_size=1, max_size=3).map(tuple),
         identifiers,
         lease_seconds,
-        st.sampled_from(["off", "sample", "full"]),
-        late_seconds=st.floats(min_value=0, max_value=MAX_LEASE_SECONDS),
+        integrities,
+        st.sampled_from(["", "0123456789abcdef" * 2]),
+        st.floats(min_value=0, max_value=MAX_LEASE_SECONDS),
     ),
-    st.builds(Met, unsigned, identifiers, unsigned, unsigned),
-    st.builds(Reopened, st.binary(max_size=64), unsigned, unsigned, end_points),
-    st.builds(Revoke, unsigned, push_keys),
-    st.builds(
-        Pushed,
-        push_keys,
-        unsigned,
-        identifiers,
-        unsigned,
-        unsigned,
-        identifiers,
-        lease_seconds,
-        st.binary(max_size=50),
-    ),
-    st.builds(
-        PushFailed,
-        identifiers,
-        st.text(st.characters(codec="utf-8"), max_size=50),
-        key=push_keys,
-        source_index=unsigned,
-        may_land=st.sampled_from(["unsaid", "no", "yes"]),
-    ),
+    st.builds(Revoke, unsigned, write_keys),
+    written,
+    write_failed,
 )
 answers = st.one_of(
     st.builds(
@@ -147,7 +141,7 @@ answers = st.one_of(
     st.builds(Renewed, unsigned, lease_seconds, handles),
     st.builds(Revoked, unsigned, st.booleans(), st.booleans()),
     st.builds(Noted, unsigned),
-    st.builds(Announced, unsigned, st.text(st.characters(codec="utf-8"), max_size=50)),
+    st.builds(Announced, unsigned, texts, st.none() | written | write_failed),
     st.builds(Refusal, identifiers, st.text(st.characters(codec="utf-8"), max_size=50)),
 )
 anything = st.recursive(
@@ -185,12 +179,43 @@ def decode_or_refuse(data: bytes) -> list[Question | Answer]:
     return decoded
 
 
+def announcement_of(**changes: Any) -> Announce:
+    announcement = Announce(
+        epoch=1,
+        engine_epoch=7,
+        key=WriteKey("d", 1, 1),
+        registration=0,
+        token=5,
+        transfer_id="x",
+        num_tokens=16,
+        prompt_digest="digest",
+        blocks=(AnnouncedBlocks("full", 0, 0, 16, (1,)),),
+        digest="plan",
+        seconds=1.0,
+        integrity="off",
+        adapter="",
+        late_seconds=0.0,
+    )
+    return msgspec.structs.replace(announcement, **changes)
+
+
 def test_an_announcement_of_the_most_blocks_is_within_a_questions_bound() -> None:
     longest, name = (1 << 63) - 1, "\N{GRINNING FACE}" * MAX_IDENTIFIER_LENGTH
     share = MAX_ANNOUNCED_BLOCKS // MAX_ANNOUNCED_GROUPS
     blocks = AnnouncedBlocks(name, longest, longest, longest, (longest,) * share)
-    key = PushKey(name, longest, longest)
-    announcement = Announce(longest, key, longest, name, longest, name, (blocks,) * MAX_ANNOUNCED_GROUPS, name, 1.0)
+    key = WriteKey(name, longest, longest)
+    announcement = announcement_of(
+        epoch=longest,
+        engine_epoch=longest,
+        key=key,
+        registration=longest,
+        token=longest,
+        transfer_id=name,
+        num_tokens=longest,
+        prompt_digest=name,
+        blocks=(blocks,) * MAX_ANNOUNCED_GROUPS,
+        digest=name,
+    )
     assert len(encode(announcement)) <= MAX_QUESTION_BYTES
     assert decode_question(encode(announcement)) == announcement
 
@@ -303,8 +328,7 @@ def test_a_field_beyond_its_bound_is_refused(data: bytes) -> None:
 )
 def test_the_digest_of_an_adapter_is_one_or_empty(adapter: str, is_one: bool) -> None:
     """It goes into log lines; ``kv_transfer_params`` have it with the same bounds."""
-    blocks = AnnouncedBlocks("full", 0, 0, 16, (1,))
-    asked = Announce(1, PushKey("d", 1, 1), 0, "x", 16, "digest", (blocks,), "plan", 1.0, adapter=adapter)
+    asked = announcement_of(adapter=adapter)
     assert decode_or_refuse(encode(asked)) == ([asked] if is_one else [])
 
 
@@ -349,12 +373,12 @@ def test_a_refused_message_says_what_to_check() -> None:
 
 
 def test_the_longest_error_still_reaches_its_peer() -> None:
-    """A peer refuses a text beyond its bound, so that a push would fail at its deadline only."""
+    """A peer refuses a text beyond its bound, so that a load would fail at its deadline only."""
     error = HandoffError(Reason.ABORTED, "m" * (MAX_TEXT_LENGTH + 1), "r" * (MAX_TEXT_LENGTH + 1))
     refusal = decode_answer(encode(Refusal.of(error)))
-    failed = decode_question(encode(PushFailed.of(error, key=PushKey("d/0", 7, 1), source_index=0)))
+    failed = decode_question(encode(WriteFailed.of(error, key=WriteKey("d/0", 7, 1), source_index=0, may_land=False)))
     for told in (refusal, failed):
-        assert isinstance(told, Refusal | PushFailed)
+        assert isinstance(told, Refusal | WriteFailed)
         found = told.error()
         assert found.reason is Reason.ABORTED
         assert (found.message, found.remedy) == (error.message[:-1], error.remedy[:-1])
@@ -396,32 +420,73 @@ def test_dynamo_10027_all_differences_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "spoken"),
-    [
-        ((OLDEST_PROTOCOL_VERSION, 0), OLDEST_PROTOCOL_VERSION),
-        ((OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION), PROTOCOL_VERSION),
-        ((PROTOCOL_VERSION, PROTOCOL_VERSION + 1), PROTOCOL_VERSION),
-        ((1, OLDEST_PROTOCOL_VERSION), OLDEST_PROTOCOL_VERSION),
-        ((0, 1 << 62), PROTOCOL_VERSION),
-    ],
+    "field", ["engine_epoch", "registration", "token", "integrity", "adapter", "late_seconds", "prompt_digest"]
 )
-def test_two_engines_speak_the_lower_of_their_newest_versions(said: tuple[int, int], spoken: int) -> None:
-    assert OLDEST_PROTOCOL_VERSION < PROTOCOL_VERSION, "there is a version to talk to besides this one"
-    assert agree(decode=Versions.said(*said)) == agree(prefill=Versions.said(*said)) == spoken
+def test_an_announcement_says_everything(field: str) -> None:
+    """A source that filled in what is not said would write what the destination has not meant."""
+    fields = msgspec.msgpack.decode(encode(announcement_of()))
+    del fields[field]
+    assert decode_or_refuse(msgspec.msgpack.encode(fields)) == []
+
+
+@pytest.mark.parametrize("epoch", [-1, 1 << 63, "7", None, True])
+def test_the_epoch_of_the_source_s_engine_is_a_number(epoch: object) -> None:
+    fields = msgspec.msgpack.decode(encode(announcement_of()))
+    assert fields["engine_epoch"] == 7
+    assert decode_or_refuse(msgspec.msgpack.encode({**fields, "engine_epoch": epoch})) == []
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_an_announcement_that_is_asked_again_is_answered_with_the_report_that_was_lost(over: bool) -> None:
+    report = Written(WriteKey("d/0", 7, 1), 2, "plan", 512, 3, "cma", 0.5, bytes(8)) if over else None
+    answer = decode_answer(encode(Announced(1, "cma", report)))
+    assert isinstance(answer, Announced)
+    assert answer.over == report
+    assert decode_answer(encode(Announced(1, ""))) == Announced(1, "", None)
+
+
+@pytest.mark.parametrize("over", [packed(type="noted", epoch=1), packed(type="written"), b"\xc3", b"\xa1x"])
+def test_an_answer_is_over_with_a_report_and_with_nothing_else(over: bytes) -> None:
+    fields = {**msgspec.msgpack.decode(encode(Announced(1, "cma"))), "over": msgspec.msgpack.decode(over)}
+    assert decode_or_refuse(msgspec.msgpack.encode(fields)) == []
+
+
+@pytest.mark.parametrize("may_land", ["yes", "no", "unsaid", 1, None])
+def test_what_may_land_is_said_with_yes_or_no(may_land: object) -> None:
+    failed = WriteFailed.of(
+        HandoffError(Reason.ABORTED, "no."), key=WriteKey("d/0", 7, 1), source_index=0, may_land=True
+    )
+    fields = msgspec.msgpack.decode(encode(failed))
+    assert fields["may_land"] is True
+    assert decode_or_refuse(msgspec.msgpack.encode({**fields, "may_land": may_land})) == []
+    del fields["may_land"]
+    assert decode_or_refuse(msgspec.msgpack.encode(fields)) == []
 
 
 @pytest.mark.parametrize(
-    ("said", "older"),
+    ("theirs", "spoken"),
     [
-        ((OLDEST_PROTOCOL_VERSION - 1, 0), "peer"),
-        ((1, OLDEST_PROTOCOL_VERSION - 1), "peer"),
-        ((PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2), "this side"),
+        (Versions(PROTOCOL_VERSION, PROTOCOL_VERSION), PROTOCOL_VERSION),
+        (Versions(PROTOCOL_VERSION, PROTOCOL_VERSION + 1), PROTOCOL_VERSION),
+        (Versions(0, PROTOCOL_VERSION), PROTOCOL_VERSION),
+        (Versions(0, 1 << 62), PROTOCOL_VERSION),
     ],
 )
-def test_engines_without_a_common_version_are_told_both_and_which_one_to_update(
-    said: tuple[int, int], older: str
-) -> None:
-    theirs = Versions.said(*said)
+def test_two_engines_speak_the_lower_of_their_newest_versions(theirs: Versions, spoken: int) -> None:
+    assert agree(decode=theirs) == agree(prefill=theirs) == spoken
+    later = Versions(PROTOCOL_VERSION, PROTOCOL_VERSION + 3)
+    assert agree(prefill=later, decode=later) == PROTOCOL_VERSION + 3
+
+
+@pytest.mark.parametrize(
+    ("theirs", "older"),
+    [
+        (Versions(PROTOCOL_VERSION - 1, PROTOCOL_VERSION - 1), "peer"),
+        (Versions(PROTOCOL_VERSION, PROTOCOL_VERSION - 1), "peer"),
+        (Versions(PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2), "this side"),
+    ],
+)
+def test_engines_without_a_common_version_are_told_both_and_which_one_to_update(theirs: Versions, older: str) -> None:
     for ours, peers, versions in (
         ("prefill", "decode", {"decode": theirs}),
         ("decode", "prefill", {"prefill": theirs}),

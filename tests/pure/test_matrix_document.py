@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from ..host.vllm.handoffs import PAIRS, PUSH_PAIRS
+from ..host.vllm.handoffs import CONCURRENT_PAIRS, PAIRS
 from ..host.vllm.offloads import MOVED_AND_KEPT, OFFLOADS, SHARED
 from ..matrix_document import (
     BOTH_CHECKS,
     BYTES_ONLY,
     CHECKS,
     CHECKS_OF_BYTES,
+    CONCURRENT_CHECKS,
     OFFLOAD_CHECKS,
-    PUSH_CHECKS,
     SHARED_CHECKS,
     TOKENS,
     document,
@@ -22,7 +22,7 @@ from ..matrix_refusals import REFUSALS
 from ..matrix_results import Results
 
 PAIR, REFUSAL = PAIRS[0].name, REFUSALS[0]
-ALL = (*PAIRS, *PUSH_PAIRS, *OFFLOADS, *SHARED, MOVED_AND_KEPT)
+ALL = (*PAIRS, *CONCURRENT_PAIRS, *OFFLOADS, *SHARED, MOVED_AND_KEPT)
 TRAFFIC = {"requests": 40, "identical": 39, "received": 1234, "computed": 3}
 
 
@@ -55,7 +55,7 @@ def test_a_pair_passes_when_all_of_its_checks_have(results: Results) -> None:
     add(results, [*CHECKS][:-1], descriptors=12345, layouts=["LBHNC", "BHLNC"], block_sizes=[64, 64], traffic=TRAFFIC)
     row = rows(results)[PAIR]
     assert row[-1] == "in part: swapped labels seen not run"
-    assert row[4:] == ["64", "LBHNC to BHLNC", "", "12,345", "", "40", "39", "1,234 / 3", row[-1]]
+    assert row[4:] == ["64", "LBHNC to BHLNC", "", "12,345", "40", "39", "1,234 / 3", row[-1]]
     add(results, [*CHECKS][-1:])
     assert rows(results)[PAIR][-1] == "passed"
     assert f"Of {len(PAIRS)} combinations 1 passed" in document(results)
@@ -82,10 +82,10 @@ def test_one_failed_check_fails_the_pair(results: Results) -> None:
     assert rows(results)[PAIR][-1].startswith("**failed**: test_beyond_the_list")
 
 
-def test_a_push_passes_by_checks_of_its_own_and_names_what_else_it_showed(results: Results) -> None:
-    [pair] = [pair for pair in PUSH_PAIRS if pair.name == "push-layers"]
+def test_a_concurrent_pair_passes_by_checks_of_its_own_and_names_what_else_it_showed(results: Results) -> None:
+    [pair] = [pair for pair in CONCURRENT_PAIRS if pair.name == "concurrent-layers"]
     besides = ["test_prefix_hits_on_the_prefill_side", "test_the_client_goes_away[0]", "test_the_client_goes_away[3]"]
-    for check in (*besides, *PUSH_CHECKS):
+    for check in (*besides, *CONCURRENT_CHECKS):
         assert rows(results)[pair.name][-1] != "passed"
         results.add_check(pair.name, check, outcome="passed", message="", measured={})
     found = rows(results)[pair.name]
@@ -94,7 +94,7 @@ def test_a_push_passes_by_checks_of_its_own_and_names_what_else_it_showed(result
         "prefix hits on the prefill side; the client goes away",
         "passed",
     ]
-    assert f"of {len(PUSH_PAIRS)} pushes 1, of" in document(results)
+    assert f"of {len(CONCURRENT_PAIRS)} behind a concurrent router 1, of" in document(results)
 
 
 def test_an_offload_shows_what_its_engines_computed(results: Results) -> None:

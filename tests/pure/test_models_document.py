@@ -27,9 +27,9 @@ def test_what_did_not_run_is_said_not_to_have_run(results: Results) -> None:
 
 def test_outcomes_are_counted_and_shown(results: Results) -> None:
     results.add_model(MODEL, "planner", "equal: TP 1; TP 2")
-    results.add_model(MODEL, "pull", "yes")
-    results.add_model(MODEL, "push", "no: unsupported: states\nand a second line")
-    results.add_model("gpt2", "pull", "**failed**")
+    results.add_model(MODEL, "sequential", "yes")
+    results.add_model(MODEL, "concurrent", "no: unsupported: states\nand a second line")
+    results.add_model("gpt2", "sequential", "**failed**")
     assert cells(results) == [
         "equal: TP 1; TP 2",
         "not run",
@@ -39,12 +39,12 @@ def test_outcomes_are_counted_and_shown(results: Results) -> None:
         "no: unsupported: states",
         "not run |",
     ]
-    passed = {"planner": 1, "pull": 1}
+    passed = {"planner": 1, "sequential": 1}
     counts = ", ".join(f"{passed.get(use, 0)} pass *{use}*" for use in USES)
     assert f"Of {len(names())} models {counts}." in " ".join(document(results).split())
 
 
 def test_a_model_that_was_not_published_so_is_named(results: Results) -> None:
-    text = document(results)
-    assert "* Qwen2.5-7B-Instruct-YaRN: " in text
-    assert "* DeepSeek-V3: " not in text
+    composed = " ".join(document(results).split()).partition("put together: ")[2].partition(". The engines")[0]
+    assert " Qwen2.5-7B-Instruct-YaRN," in composed
+    assert " DeepSeek-V3," not in composed

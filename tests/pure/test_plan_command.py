@@ -71,7 +71,6 @@ def test_descriptors(layout: str, prefill: int, decode: int, blocks: str, tokens
     assert report["verified"] is True
     assert len(report["pairs"]) == max(prefill, decode)
     for pair in report["pairs"]:
-        assert pair["strategy"] == "direct"
         assert pair["verified"] is True
         assert sum(run["count"] for run in pair["run_lengths"]) == pair["descriptors"]
         assert sum(run["count"] * run["length"] for run in pair["run_lengths"]) == pair["bytes"]
@@ -119,22 +118,6 @@ def test_explanation_names_sources_runs_and_refusals() -> None:
     assert text.endswith("refused or changed: nothing")
     assert "other patterns" not in text
     assert "explanation" not in planned("--layers 2 --kv-heads 2 --head-size 64 --tokens 64")
-
-
-def strategies(arguments: str) -> list[list[str]]:
-    """Return the words of each line of the explanation that names a strategy's lot."""
-    lines = planned(f"--layers 2 --kv-heads 8 --head-size 128 --tokens 64 {arguments} --explain")["explanation"]
-    return [line.split() for line in lines if "strategy for" in line or "chosen " in line or "rejected " in line]
-
-
-def test_explanation_names_the_strategy_of_each_pair_by_typical_costs() -> None:
-    merge = "--prefill tp=2,layout=LBNHC --decode layout=LBNHC"
-    found = strategies(merge)
-    assert [line[-1] for line in found if line[0] == "strategy"] == ["cma:", "nixl:", "cma:", "nixl:"]
-    assert [line[1] for line in found[3:6]] == ["for", "scatter", "direct"]
-    assert [line[1] for line in strategies("--prefill tp=2 --decode tp=1")[1::3]] == ["direct"] * 4
-    split = strategies("--prefill layout=LBNHC --decode tp=2,layout=LBNHC")
-    assert [line[1] for line in split[4:8]] == ["for", "scatter", "direct", "scatter"]
 
 
 def test_model_configuration(tmp_path: Path) -> None:

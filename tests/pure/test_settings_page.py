@@ -58,7 +58,7 @@ def test_a_setting_has_one_sentence_and_its_default(kind: type[msgspec.Struct], 
         ("lease_seconds", "above 0, at most 86400", [0, 86401]),
         ("load_timeout_seconds", "above 0, at most 86400", [0, 86401]),
         ("turn_seconds", "0 to 86400", [-1, 86401]),
-        ("mode", "`pull`, `push`", ["fetch"]),
+        ("integrity", "`auto`, `full`, `off`, `sample`", ["most"]),
         ("transport", "`auto`, `cma`, `nixl`, `mooncake`, `memcpy`, `null`", ["pigeon"]),
     ],
 )

@@ -11,16 +11,21 @@ from uuid import uuid4
 from kvferry.harness.launch import EngineSettings, Server, start_engine
 from kvferry.harness.virtual_hosts import DEVICE, VirtualHost
 
+from ..host.vllm.concurrent_flow import ConcurrentHandoffs, to_prefill
 from ..host.vllm.engine_pool import EnginePool, RequestFailed, described, fresh_salt
 from ..host.vllm.handoffs import Handoffs, Pair
-from ..host.vllm.pushes import Pushes, to_prefill
 from ..virtual_network import Hosts
 from .network_faults import slow
 
 LOAD_SECONDS = 30.0
 LEASE_SECONDS = 25.0
-LIMITS = {"transport": "auto", "lease_seconds": LEASE_SECONDS, "load_timeout_seconds": LOAD_SECONDS}
 FENCE_SECONDS = 10.0
+LIMITS = {
+    "transport": "auto",
+    "lease_seconds": LEASE_SECONDS,
+    "load_timeout_seconds": LOAD_SECONDS,
+    "fence_seconds": FENCE_SECONDS,
+}
 DEADLINE_SECONDS = LOAD_SECONDS + 10.0 + 15.0
 """Within which a client has its answer: docs/failures.md promises 10 s after a load's time, then steps follow."""
 MEGABITS = 24
@@ -59,8 +64,6 @@ class PoolOnHosts(EnginePool):
             "allowed_hosts": [host.name for host in self.hosts if host != here],
         }
         connector = {**settings.connector_settings, **LIMITS, **of_host}
-        if connector.get("mode") == "push" or "held_prompts" in connector:
-            connector["fence_seconds"] = FENCE_SECONDS
         return replace(settings, connector_settings=connector)
 
     def start(self, name: str, settings: EngineSettings) -> Server:
@@ -68,9 +71,12 @@ class PoolOnHosts(EnginePool):
 
 
 def handoffs_of(pair: Pair, pool: EnginePool) -> Handoffs:
-    """Return the pair's engines behind a tiny router for its mode."""
-    is_push = described(pair.prefill)[1].get("mode") == "push"
-    return (Pushes if is_push else Handoffs).of(pair, pool)
+    """Return the pair's engines behind a tiny router, concurrent where the pair's name says so."""
+    return (ConcurrentHandoffs if is_concurrent(pair) else Handoffs).of(pair, pool)
+
+
+def is_concurrent(pair: Pair) -> bool:
+    return pair.name.startswith("concurrent")
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def begin(handoffs: Handoffs, prompts: Sequence[Sequence[int]], threads: ThreadP
         return threads.submit(asked, prompt, lambda: handoffs.decode.decode(prompt, params, 8, salt))
 
     salt = fresh_salt()
-    if isinstance(handoffs, Pushes):
+    if isinstance(handoffs, ConcurrentHandoffs):
         transfers = [f"xfer-{uuid4()}" for _ in prompts]
         answers = [
             decode(prompt, handoffs.to_decode(transfer), salt)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 DEMO_SECONDS = 800
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("mode", ["sequential", "concurrent"])
 def test_demo_on_two_hosts(mode: str, folder: Path, hosts: Hosts) -> None:
     """The demo makes hosts of its own; those of the other tests only show that this machine can have some."""
     with started_demo(folder, "--hosts", "2", "--mode", mode) as process:

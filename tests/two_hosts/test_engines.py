@@ -29,29 +29,38 @@ from ..host.vllm.handoffs import (
 )
 from ..virtual_network import Hosts, make_hosts
 from ..waits import wait_until
-from .engines import DEADLINE_SECONDS, FENCE_SECONDS, LEASE_SECONDS, Answer, PoolOnHosts, asked, handoffs_of, loading
+from .engines import (
+    DEADLINE_SECONDS,
+    FENCE_SECONDS,
+    LEASE_SECONDS,
+    Answer,
+    PoolOnHosts,
+    asked,
+    handoffs_of,
+    is_concurrent,
+    loading,
+)
 from .network_faults import dropped, known_as, lossy, no_way, unplugged
 
 pytestmark = pytest.mark.vllm
 
 GQA = (
     Pair("gqa-2-1", "gqa-tp2", "gqa-tp1-nixl", "nixl"),
-    Pair("push-2-1", "gqa-push-tp2", "gqa-push-tp1", "nixl"),
-    Pair("gqa-2-1-written", "gqa-tp2-written", "gqa-tp1-written", "nixl"),
+    Pair("concurrent-2-1", "gqa-tp2", "gqa-tp1-nixl", "nixl"),
 )
 PAIRS = (
     *GQA,
     Pair("gemma-2-1", "gemma-tp2", "gemma-tp1", "nixl"),
-    Pair("push-gemma-2-1", "gemma-push-tp2", "gemma-push-tp1", "nixl"),
+    Pair("concurrent-gemma-2-1", "gemma-chunked", "gemma-tp1", "nixl"),
 )
-# Where the decode engine reads it connects to the prefill engine, and where the prefill engine writes to the decode
-# engine: the engine that is connected to has another name than its host.
+# The engine that has another name than its host: the prefill engine, whose control port decode engines look for, and
+# the decode engine, to whose ranks the prefill engine connects.
 ELSEWHERE = (
     Pair("elsewhere", "gqa-tp1", "gqa-tp1-nixl", "nixl"),
-    Pair("push-elsewhere", "gqa-push-tp2", "gqa-push-tp1-nixl", "nixl"),
+    Pair("concurrent-elsewhere", "gqa-tp2", "gqa-tp1-next", "nixl"),
 )
-OTHER_NAMES = {"gqa-tp1": "prefill-9", "gqa-push-tp1-nixl": "decode-9"}
-SIX = (Pair("six", "gqa-tp2", "gqa-tp1-nixl", "nixl"), Pair("push-six", "gqa-push-tp1-other", "gqa-push-tp1", "nixl"))
+OTHER_NAMES = {"gqa-tp1": "prefill-9", "gqa-tp1-next": "decode-9"}
+SIX = (Pair("six", "gqa-tp2", "gqa-tp1-nixl", "nixl"), Pair("concurrent-six", "gqa-tp2", "gqa-tp1-nixl", "nixl"))
 NOBODY = "198.18.0.77"
 """An address of the hosts' network that no host has."""
 
@@ -62,8 +71,8 @@ NEXT = random_prompts(seed=64, count=4, shortest=60, longest=600)
 
 SHORT_SECONDS = 3.0
 FREE_SECONDS = 75.0
-"""Within which a decode engine whose link was cut has its blocks back: docs/failures.md, 50 s for a read over TCP, and
-for a push its deadline, 10 s, and the fence.
+"""Within which a decode engine whose link was cut has its blocks back: docs/failures.md, a load's deadline, 10 s, and
+the fence.
 """
 RENEWED_SECONDS = 15.0
 """Within which a prefill engine whose link is back has its blocks back: 10 s after the last renewal."""
@@ -128,8 +137,8 @@ def check_wave(
     moved = handoffs.decode.prompt_tokens() - before
     check_tokens(answers, pair.model, prompts, reference)
     assert [answer[0] for answer in answers] == expected
-    # A decode engine that pulls, and of a hybrid each one, computes the last token itself.
-    num_computed = 0 if pair.name.startswith("push") and not pair.is_hybrid else len(prompts)
+    # Behind a sequential router, and of a hybrid always, the decode engine may compute the last token itself.
+    num_computed = 0 if is_concurrent(pair) and not pair.is_hybrid else len(prompts)
     assert moved.cached == 0
     assert moved.computed <= num_computed
     assert moved.received + moved.computed == sum(map(len, prompts))
@@ -171,13 +180,10 @@ def wait_until_reached(handoffs: Handoffs, hosts: Hosts) -> None:
 
 @over(PAIRS)
 def test_tokens_are_those_of_one_engine_alone(handoffs: Handoffs, reference: Reference) -> None:
-    is_push = handoffs.pair.name.startswith("push")
-    check_wave(handoffs, WAVE if is_push else FIRST_WAVE, reference)
+    check_wave(handoffs, WAVE if is_concurrent(handoffs.pair) else FIRST_WAVE, reference)
     loads = [load for rank in handoffs.decode.loads_of_ranks() for load in rank]
     assert {load["transport"] for load in loads} == {handoffs.pair.transport}
     assert {load["error"] for load in loads} == {None}
-    is_written = is_push or handoffs.pair.is_written
-    assert {load["way"] for load in loads} == {"written" if is_written else "read"}
 
 
 @over(GQA)
@@ -257,14 +263,14 @@ def test_an_engine_that_advertises_another_address(handoffs: Handoffs, hosts: Ho
     """A wrong one, and that of a NAT, beyond which the engine's data has no way or has one: an error in time, or right
     tokens, and right tokens as soon as the address is right.
     """
-    is_push = handoffs.pair.name.startswith("push")
-    engine = handoffs.decode if is_push else handoffs.prefill
-    there, here = (hosts[1], hosts[0]) if is_push else (hosts[0], hosts[1])
+    is_decode = is_concurrent(handoffs.pair)
+    engine = handoffs.decode if is_decode else handoffs.prefill
+    there, here = (hosts[1], hosts[0]) if is_decode else (hosts[0], hosts[1])
     name = OTHER_NAMES[engine.name]
     with known_as(here, name, NOBODY):
         check_fails(handoffs, "wrong address")
     with nat(there, engine, hosts) as relay, known_as(here, name, relay.address):
-        if not is_push:  # an engine that pushes also answers the other engine at its own address
+        if not is_decode:  # a prefill engine also answers the decode engine at its own address
             with no_way(here, there.ipv4):
                 check_fails(handoffs, "NAT without a way for data")
             time.sleep(FAILURE_SECONDS)  # for so long the failure is the answer to the next load too

@@ -1,6 +1,7 @@
 """``kvferry demo``: prefill on one vLLM engine, decode on another, and compare with one engine alone.
 
-Requests go through vllm-router. With ``--mode offload`` one engine loads what it has computed before.
+Requests go through vllm-router: with ``--mode sequential`` by what the prefill engine answers, with ``--mode
+concurrent`` by a transfer id that the router makes. With ``--mode offload`` one engine loads what it computed before.
 """
 
 import json
@@ -57,18 +58,15 @@ from kvferry.models.shapes import model_caches, uniform_cache
 from kvferry.transport.registry import check_setting
 
 CONNECTOR = "KVFerryConnector"
-OFFLOAD = "offload"
-MODES = ("pull", "push", OFFLOAD)
+SEQUENTIAL, CONCURRENT, OFFLOAD = "sequential", "concurrent", "offload"
+MODES = (SEQUENTIAL, CONCURRENT, OFFLOAD)
 TRANSFER_LOG = "transfers.jsonl"
 MAX_MODEL_LEN = 4096
 DTYPE = "float32"  # as the engines are started
-LONG_LIMITS = {"lease_seconds": 180.0, "load_timeout_seconds": 120.0}
+LONG_LIMITS = {"lease_seconds": 180.0}
 """With five computing processes on two cores, a process can get no core for half a minute."""
 CACHE_BYTES = 768 << 20
 """Bytes of one engine's cache, over all ranks."""
-
-REGISTRATION_SECONDS = 3.0
-"""Time within which an engine registers with a new router."""
 
 FREE_SECONDS = 2.0
 FEWEST_PROMPTS = 2
@@ -86,20 +84,20 @@ class DemoSettings:
     decode_tp: int = 1
     layout: str | None = None
     transport: str = "auto"
-    mode: str = "pull"
+    mode: str = SEQUENTIAL
     num_prompts: int = 16
     block_size: int | None = None
     num_hosts: int = 1
     gpu_memory: float | None = None
 
     @property
-    def is_push(self) -> bool:
-        """Whether the prefill engine pushes."""
-        return self.mode == "push"
+    def is_concurrent(self) -> bool:
+        """Whether the router names the transfer, before the prompt is computed."""
+        return self.mode == CONCURRENT
 
     def engine(self, role: Role, tp_size: int, model: Path, folder: Path, **more: Any) -> EngineSettings:
         """Return the settings of the engine with ``role``; ``more`` are settings of its connector."""
-        settings: dict[str, Any] = {"mode": self.mode, "transport": self.transport, **LONG_LIMITS}
+        settings: dict[str, Any] = {"transport": self.transport, **LONG_LIMITS}
         if self.layout is not None:
             settings["layout"] = self.layout
         if role == "kv_consumer":
@@ -150,7 +148,7 @@ def demo(
     transport: Annotated[str, typer.Option(help="auto, cma, nixl or mooncake.")] = "auto",
     prompts: Annotated[int, typer.Option(min=FEWEST_PROMPTS, help="Number of prompts.")] = 16,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a block; the engine chooses by default.")] = None,
-    mode: Annotated[str, typer.Option(help="How caches move: pull, push or offload.")] = "pull",
+    mode: Annotated[str, typer.Option(help="The router's flow, sequential or concurrent; or offload.")] = SEQUENTIAL,
     hosts: Annotated[
         int, typer.Option(min=1, max=2, help="2: each engine on a virtual host of its own. Needs root.")
     ] = 1,
@@ -174,7 +172,7 @@ def demo(
 
     Try:
 
-    kvferry demo --mode push --prefill-tp 1
+    kvferry demo --mode concurrent --prefill-tp 1
 
     kvferry demo --mode offload
 
@@ -345,7 +343,7 @@ def running_engines(
         announce(name, f"starting, {seconds:.0f} s")
 
     try:
-        discovery = f"{places.router_address}:{free_port()}"
+        bootstrap_port = free_port()
         roles: tuple[tuple[str, Role, int], ...] = (
             ("prefill", "kv_producer", settings.prefill_tp),
             ("decode", "kv_consumer", settings.decode_tp),
@@ -354,15 +352,13 @@ def running_engines(
             announce(name, "starting")
             port = free_port()
             more = places.connector_settings(name)
-            if settings.is_push:
-                more |= {"router_address": discovery, "http_address": f"{places.address(name)}:{port}"}
+            if settings.is_concurrent and role == "kv_producer":
+                more |= {"bootstrap_port": bootstrap_port}
             engine = settings.engine(role, tp_size, model, folder, **more)
             servers.append(start_engine(name, engine, folder, port, places.hosts.get(name)))
         wait_until_ready(servers, on_progress=announce_age)
-        servers.append(_start_router(settings, servers, discovery, folder))
+        servers.append(_start_router(settings, servers, bootstrap_port, folder))
         wait_until_ready(servers[2:], timeout_seconds=60.0, on_progress=announce_age)
-        if settings.is_push:
-            time.sleep(REGISTRATION_SECONDS)
         announce("engines", "ready")
         yield DemoEngines(*servers)
     finally:
@@ -370,12 +366,13 @@ def running_engines(
         stop_servers(servers)
 
 
-def _start_router(settings: DemoSettings, servers: Sequence[Server], discovery: str, folder: Path) -> Server:
-    """Start the router; for pushes in its one mode that sends a request to both engines at once."""
-    if settings.is_push:
-        arguments = ("--kv-connector", "moriio", "--vllm-discovery-address", discovery)
-        return start_router([], [], folder, arguments=arguments)
-    return start_router([servers[0].url], [servers[1].url], folder)
+def _start_router(settings: DemoSettings, servers: Sequence[Server], bootstrap_port: int, folder: Path) -> Server:
+    """Start the router of the flow."""
+    prefill, decode = servers
+    if settings.is_concurrent:
+        arguments = ("--kv-connector", "mooncake", "--prefill", prefill.url, str(bootstrap_port))
+        return start_router([], [decode.url], folder, arguments=arguments)
+    return start_router([prefill.url], [decode.url], folder)
 
 
 def make_prompts(num_prompts: int, vocabulary_size: int) -> list[list[int]]:

@@ -17,7 +17,6 @@ from kvferry.models.layer_caches import AttentionCache
 from kvferry.units import format_bytes, format_rate
 
 MAX_LOG_PROBLEMS = 20
-VERBS = {"pull": "moved", "push": "pushed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ class DemoReport:
     reference: PromptTokens
     cache_usages: Mapping[str, float]
     seconds_until_free: float
-    mode: str = "pull"
+    mode: str = "sequential"
     num_hosts: int = 1
     processes_left: int = 0
     failures: tuple[str, ...] = ()
@@ -214,7 +213,8 @@ def find_problems(report: DemoReport) -> list[str]:
 def print_report(report: DemoReport, console: Console) -> None:
     """Print a line per request, the totals, the descriptors of a per-layer layout, and the problems."""
     shape, columns = report.shape, _columns(report)
-    title = f"KV cache {VERBS[report.mode]} from prefill (TP {shape.prefill_tp}) to decode (TP {shape.decode_tp})"
+    title = f"KV cache moved from prefill (TP {shape.prefill_tp}) to decode (TP {shape.decode_tp})"
+    title += f", {report.mode} router"
     title += f", {report.num_hosts} hosts" if report.num_hosts > 1 else ""
     table = Table(title=f"{title}, layout {report.layout}, blocks of {shape.block_size} tokens", show_footer=True)
     for column, total, _ in columns:
@@ -227,8 +227,8 @@ def print_report(report: DemoReport, console: Console) -> None:
         f"{report.per_layer_descriptors}, one for each layer, block and pair of ranks. "
         f"Expected bytes: {report.expected_bytes}, moved: {report.total('bytes')}."
     )
-    if report.mode == "push":
-        console.print("The wait of a push begins when the decode engine has blocks and includes the prefill.")
+    if report.mode == "concurrent":
+        console.print("A wait begins when the decode engine has blocks, and may include the prefill.")
     console.print(f"Both caches were free {report.seconds_until_free:.2f} s after the last answer.")
     for problem in report.problems:
         console.print(f"[red]problem:[/red] {escape(problem)}")

@@ -1,6 +1,6 @@
 """``kvferry doctor --device cuda:0``: the trials at start, in a small cache of each layout, without an engine.
 
-``pull`` and ``push`` are those of ``KVFerryConnector``, ``offload`` is that of ``KVFerryOffloadConnector``.
+``handoff`` is that of ``KVFerryConnector``, ``offload`` that of ``KVFerryOffloadConnector``.
 """
 
 import json
@@ -28,10 +28,10 @@ NO_ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class TriedLayout:
-    """One layout and mode: how long the bytes took there and back, or why they did not come back right."""
+    """One layout and use: how long the bytes took there and back, or why they did not come back right."""
 
     layout: str
-    mode: str
+    use: str
     works: bool
     seconds: float = 0.0
     transport: str = ""
@@ -72,27 +72,26 @@ def _try_layouts(device: str, transport: str) -> Iterator[TriedLayout]:
     order = device_order([device])
     opens = partial(open_transports, transport)
     trials: dict[str, Callable[[NamedLayout], TrialResult]] = {
-        "pull": partial(try_device, order, opens=opens, pushes=False),
-        "push": partial(try_device, order, opens=opens, pushes=True),
+        "handoff": partial(try_device, order, opens=opens),
         "offload": partial(try_offload, order),
     }
     for layout in NamedLayout:
-        for mode, trial in trials.items():
+        for use, trial in trials.items():
             try:
                 result = trial(layout)
             except KVFerryError as error:
                 yield TriedLayout(
-                    layout, mode, works=False, reason=error.reason, found=error.message, remedy=error.remedy
+                    layout, use, works=False, reason=error.reason, found=error.message, remedy=error.remedy
                 )
             else:
-                yield TriedLayout(layout, mode, works=True, seconds=result.seconds, transport=result.transport)
+                yield TriedLayout(layout, use, works=True, seconds=result.seconds, transport=result.transport)
 
 
 def _print(device: str, found: CudaDevice, rows: list[TriedLayout]) -> None:
-    table = Table("layout", "mode", "result", "what to do", title=f"{device}: {found.name}")
+    table = Table("layout", "use", "result", "what to do", title=f"{device}: {found.name}")
     for row in rows:
         result = f"[green]{row.seconds:.2f} s over {row.transport}[/]" if row.works else f"[red]{escape(row.found)}[/]"
-        table.add_row(row.layout, row.mode, result, escape(row.remedy))
+        table.add_row(row.layout, row.use, result, escape(row.remedy))
     console = open_console()
     console.print(table)
     if not found.sees_rdma_writes:

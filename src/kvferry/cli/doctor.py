@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from rich.table import Table
 
 from kvferry.cli.console import open_console, progress, refused
 from kvferry.errors import KVFerryError
+from kvferry.handoff.wire.addresses import is_loopback
 from kvferry.harness.child_process import error_of
 from kvferry.units import format_bytes
 
@@ -220,17 +222,21 @@ def check_transports() -> Iterator[Finding]:
         yield _judge(f"transport {result.name}", result.works, found, result.remedy, otherwise)
 
 
-def check_held_prompts() -> Iterator[Finding]:
-    """Say whether held prompts are read or written where ``held_prompts`` is ``auto``, the default."""
-    if importlib.util.find_spec("nixl") is None:
-        return  # check_transports says so
-    from kvferry.transport.nixl import DEVICES_VARIABLE, why_reads_are_slow
-
-    why = why_reads_are_slow(os.environ.get(DEVICES_VARIABLE, ""))
-    found = "read: UCX has an RDMA device"
-    if why:
-        found = f"read in host memory; in a GPU's memory written on request over nixl: {why}"
-    yield Finding("held prompts", Health.OK, found)
+def check_addresses() -> Iterator[Finding]:
+    """Say where engines on other hosts would look for this one: a prefill engine connects to each decode rank."""
+    name = socket.gethostname()
+    try:
+        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    except OSError as error:
+        advice = 'Between hosts set "advertised_host" to an address at which the other hosts reach this one.'
+        yield Finding("address", Health.WARNING, f"{name}: {error}", advice)
+        return
+    advice = (
+        f"A prefill engine on another host does not reach decode ranks at {found[0]}. "
+        f'Set "advertised_host" to an address that other hosts reach, and open "port" and "rank_ports" there.'
+    )
+    is_reached = not all(is_loopback(address) for address in found)
+    yield _judge("address", is_reached, f"{name}: {', '.join(found)}", advice)
 
 
 def check_pool() -> Iterator[Finding]:
@@ -311,7 +317,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_serve,
     check_router,
     check_transports,
-    check_held_prompts,
+    check_addresses,
     check_pool,
     check_limits,
     check_ports,

@@ -19,14 +19,11 @@ from kvferry.models.shapes import caches_of, layer_of
 from kvferry.plan.match import ComponentHeads
 from kvferry.plan.planner import GroupPlan, PairPlan
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staging.strategy import TYPICAL_COSTS, choose
 from kvferry.plan.strided_copy import StridedCopy
 from kvferry.plan.template import Template
 from kvferry.units import format_bytes
 
 MAX_TOKENS = 1 << 26
-COSTS = [TYPICAL_COSTS[name] for name in ("cma", "nixl")]
-"""Costs of the transports whose choices the explanation shows."""
 ENGINE_HELP = (
     "The {} engine, with any of: tp=2,pp=2,layout=LBHNC,block_size=32,layers=20+16 (of each pipeline stage). The "
     "layout is BHLNC unless given."
@@ -52,7 +49,7 @@ def plan(
     blocks: Annotated[Blocks, typer.Option(help="Order of the block ids.")] = Blocks.SCATTERED,
     model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or a folder with one.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of scattered ids and of the choice among replicas.", min=0)] = 0,
-    explain: Annotated[bool, typer.Option("--explain", help="Explain sources, runs, strategy, refusals.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain sources, runs, refusals.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the descriptors from a prefill to a decode engine, per pair of ranks and cache group.
@@ -123,7 +120,6 @@ def explain_plan(report: PlanReport) -> list[str]:
         lines.append(_group_line(group, request))
     for pair in report.pairs:
         lines += _pair_lines(pair, report)
-        lines += [f"  {line}" for line in explain_choice(pair.pair)]
     refused = [*report.prefill.notes(), *report.decode.notes(), *report.failures]
     lines.append("refused or changed:" if refused else "refused or changed: nothing")
     return [*lines, *(f"  {line}" for line in refused)]
@@ -135,12 +131,6 @@ def explain_pair(pair: PairPlan) -> list[str]:
     for name, group in pair.groups.items():
         alike.setdefault(tuple(_template_lines(group)), []).append(name)
     return [line for lines, names in alike.items() for line in (f"{', '.join(names)}:", *(f"  {one}" for one in lines))]
-
-
-def explain_choice(pair: PairPlan) -> list[str]:
-    """Return the chosen and rejected strategies for each transport's costs, for engines with stages."""
-    choices = [str(choose(pair, each)).splitlines() for each in COSTS]
-    return [line for first, *others in choices for line in (f"strategy {first}", *others)]
 
 
 def spans(numbers: Iterable[str]) -> str:

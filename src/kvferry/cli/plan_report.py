@@ -26,10 +26,9 @@ from kvferry.models.groups import (
 from kvferry.models.layer_caches import AttentionCache, recurrent_itemsize
 from kvferry.models.shapes import ModelCaches, layer_of
 from kvferry.models.shards import RankMemory, model_shard
-from kvferry.plan.planner import PairPlan, Planner
+from kvferry.plan.planner import NOTHING, PairPlan, Planner
 from kvferry.plan.proof.verify import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks, first_token_to_move
-from kvferry.plan.staging.scatter import NOTHING
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Direction, Status, reach
 
@@ -136,18 +135,17 @@ class Summary:
 
     ``run_lengths`` are (length in bytes, number of runs), longest first. ``str`` is run-length encoded:
 
-    >>> str(Summary(strategy="direct", descriptors=3, bytes=20, run_lengths=((8, 2), (4, 1))))
-    'direct: 3 descriptors, 20 bytes, 2x8 1x4'
+    >>> str(Summary(descriptors=3, bytes=20, run_lengths=((8, 2), (4, 1))))
+    '3 descriptors, 20 bytes, 2x8 1x4'
     """
 
-    strategy: str
     descriptors: int
     bytes: int
     run_lengths: tuple[tuple[int, int], ...]
 
     def __str__(self) -> str:
         runs = " ".join(f"{count}x{length}" for length, count in self.run_lengths)
-        return f"{self.strategy}: {self.descriptors} descriptors, {self.bytes} bytes, {runs}"
+        return f"{self.descriptors} descriptors, {self.bytes} bytes, {runs}"
 
 
 def summarize(descriptors: Descriptors) -> Summary:
@@ -158,7 +156,7 @@ def summarize(descriptors: Descriptors) -> Summary:
     """
     lengths, counts = np.unique(descriptors[:, 2], return_counts=True)
     runs = tuple(zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True))
-    return Summary("direct", len(descriptors), int(descriptors[:, 2].sum()), runs)
+    return Summary(len(descriptors), int(descriptors[:, 2].sum()), runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -377,12 +375,12 @@ def submitted(pair: PairPlan, descriptors: Descriptors) -> Descriptors:
     """Submit the pair's list to the null transport, which checks the regions, and return the submitted list."""
     source, destination = NullTransport(), NullTransport()
     try:
-        destination.register(pair.destination.regions)
-        peer = reach(destination, source.register(pair.source.regions))
-        transfer = destination.submit(peer, Direction.READ, descriptors)
-        if destination.poll(transfer) is not Status.DONE:
+        source.register(pair.source.regions)
+        peer = reach(source, destination.register(pair.destination.regions))
+        transfer = source.submit(peer, Direction.WRITE, descriptors)
+        if source.poll(transfer) is not Status.DONE:
             raise SettingsError(Reason.TRANSFER_FAILED, f"the null transport failed: {transfer.error}.")
-        return destination.last_submitted
+        return source.last_submitted
     finally:
         source.close()
         destination.close()

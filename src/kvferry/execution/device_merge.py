@@ -1,8 +1,7 @@
 """Stage-to-cache copies on a GPU: all layers, blocks and runs by one launch of one kernel.
 
-The copies are the merges of :mod:`kvferry.plan.staging.scatter`, which :mod:`kvferry.execution.stage` carries out on a
-CPU. Each becomes a row of a table that the kernel reads: a few integers that also say how wide an element is (the
-widest that divides every address and stride) and how a tile lies over the runs.
+Each :class:`Merge` becomes a row of a table that the kernel reads: a few integers that also say how wide an element is
+(the widest that divides every address and stride) and how a tile lies over the runs.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import numpy as np
 
 from kvferry.arrays import Integers
 from kvferry.errors import Reason, TransportError
-from kvferry.plan.staging.scatter import Merge
+from kvferry.plan.strided_copy import Loop
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +23,29 @@ TILE_BITS = 10
 COALESCED_BYTES = 128
 """Neighbouring threads access memory together in lines of this size; no tile is narrower, even to fit a run."""
 _INT32 = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Merge:
+    """One strided copy from a stage into the cache, over a list of blocks.
+
+    Block i of the stage begins at ``stage_offset + i * stage_block_stride`` and goes to block
+    ``destination_blocks[i]`` of the cache. ``loops`` are (count, stage stride, destination stride), innermost first,
+    around runs of ``run_bytes``; ``destination_address`` is that of block 0.
+    """
+
+    stage_offset: int
+    stage_block_stride: int
+    destination_address: int
+    destination_block_stride: int
+    destination_blocks: Integers
+    run_bytes: int
+    loops: tuple[Loop, ...]
+
+    @property
+    def num_runs(self) -> int:
+        """The number of runs."""
+        return len(self.destination_blocks) * int(np.prod([count for count, _, _ in self.loops], dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +124,7 @@ def kernel() -> ModuleType:
         raise TransportError(
             Reason.MISSING_DEPENDENCY,
             f"a stage on a GPU needs triton, which cannot be imported: {error}.",
-            'Install triton, or set "strategy" to "direct".',
+            "Install triton.",
         ) from error
     return merge_kernel
 

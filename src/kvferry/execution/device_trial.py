@@ -10,7 +10,6 @@ from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.registry import TransportSet
 
 if TYPE_CHECKING:
@@ -18,22 +17,18 @@ if TYPE_CHECKING:
 
 LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_SIZE, ITEMSIZE = ("0", "1", "2", "3"), 8, 8, 16, 128, 2
 """Numbers of two bytes."""
-STAGE_BYTES = 16 << 20
 
 
-def try_device(
-    order: DeviceOrder, layout: NamedLayout, opens: Callable[[], TransportSet], *, pushes: bool
-) -> TrialResult:
-    """Run the trial of a rank that ``pushes``, or of one that reads by every strategy, in a small cache of this layout.
+def try_device(order: DeviceOrder, layout: NamedLayout, *, opens: Callable[[], TransportSet]) -> TrialResult:
+    """Run the trial of a rank with a small cache of this layout.
 
     Raises :class:`TransportError` (``trial-failed``), and the errors of ``opens`` and of registration.
     """
     order.enter_thread()
     shard, memory = small_cache(layout, order.device)
-    side = open_side(shard, order, opens, Integrity.FULL, reads=not pushes, stage_bytes=0 if pushes else STAGE_BYTES)
-    strategies = [Strategy.DIRECT] if pushes else list(Strategy)
+    side = open_side(shard, opens)
     try:
-        return Trial(side, views_of(shard), order, opens, strategies, layout).run()
+        return Trial(side, views_of(shard), order, opens, layout, Integrity.FULL).run()
     finally:
         side.close()
         del memory

@@ -1,384 +1,402 @@
-"""Digests of held prompts: a source's table of them in registered memory, and their comparison at a destination.
+"""Digests of writes: both ranks add up the cells that move between them, and the destination compares the sums.
 
-The table has a row of words for each block of each cache group. A source fills the rows of a prompt's blocks before the
-guard word says that the prompt is held; a destination reads the rows between the two reads of the guard word, like the
-data. Prompts that share a block write equal words into its row: a shared block is full and never changes, and the cells
-of the sample follow from the block's id.
+A source computes the digests of what it writes, while it writes, and sends them with its report that the part has
+landed. A cell's digest is that of :mod:`kvferry.plan.digest_cells`; which cells a sample has follows from the write's
+key, which no other write has, so that later writes compare other cells.
 
-Where a prompt ends inside a stretch of tokens, the digest covers the prompt's tokens only. The engine may go on, fill
-the block, and share it with a longer prompt, which writes the stretch's words anew, over all tokens. So the words of
-such an *open* stretch have a row of their own. A block has one at most, of the one prompt that ended there. Its words
-may come after those of the longer prompt, which stay: a prompt is computed again after a preemption, and a word may be
-late.
+The digests of one write are at most :data:`MAX_WORDS` words. Where cells are more, a word is the sum of consecutive
+stretches of one layer and head, each multiplied by an odd number: a change of one of them changes the word too.
 """
 
-import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Literal, NamedTuple
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from kvferry.arrays import Addresses, Descriptors, Flags, Integers
-from kvferry.errors import HandoffError
+from kvferry.arrays import Addresses, Flags, Integers
+from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.cell_sums import MOST_BYTES
-from kvferry.execution.pair_cells import GroupCells, cells_of, check_kept, place_of
-from kvferry.handoff.messages import DigestRows
-from kvferry.handoff.messages import DigestTable as TableEntry
-from kvferry.layout.shard import Region, Shard
-from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, Cells, Integrity
+from kvferry.execution.pair_cells import CellPlaces, GroupCells, place_of
+from kvferry.handoff.messages import MAX_DIGEST_BYTES, AnnouncedBlocks, WriteKey
+from kvferry.handoff.part import HeldCut
+from kvferry.handoff.source import BlockList
+from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, Integrity, draw, mixed, pieces
 from kvferry.plan.planner import PairPlan
-from kvferry.plan.request import GroupBlocks
-from kvferry.plan.strided_copy import merge_rows
 
-SEED_BITS = 62
-MOST_BYTES_EACH, MOST_BYTES_AT_ONCE = 1 << 11, 1 << 19
-"""Rows are read at once where these are so many bytes for each, with those between them: a descriptor costs as much;
-and so many in all, since the digests of all loads share a stage.
-"""
+MAX_WORDS = MAX_DIGEST_BYTES // DIGEST_BYTES
+PER_ADVANCE = 16 << 20
+"""A job sums about so many bytes at a time: then another job may go first."""
 
 
-class DigestTable:
-    """The digests of one source rank's blocks. Untouched memory costs nothing.
+class Sums(NamedTuple):
+    """Digests of some cells: what they add to which words, and the bytes that were summed."""
 
-    A sample is kept twice: of slices, and of whole cells for destinations of an earlier version. Raises
-    :class:`PlanError` (``unsupported``) for a cache whose digests are not compared.
-    """
-
-    def __init__(self, shard: Shard, kept: Integrity) -> None:
-        self._kept, self._seed = kept, secrets.randbits(SEED_BITS)
-        self._whole = Rows(shard, kept, is_sliced=False)
-        self._sliced = Rows(shard, kept, is_sliced=True) if kept is Integrity.SAMPLE else None
-
-    @property
-    def regions(self) -> list[Region]:
-        """The memory to register."""
-        return [rows.region for rows in (self._whole, self._sliced) if rows is not None]
-
-    @property
-    def entry(self) -> TableEntry:
-        """The table as a destination must know it."""
-        kept: Literal["sample", "full"] = "full" if self._kept is Integrity.FULL else "sample"
-        at, slices = self._whole.at, None if self._sliced is None else self._sliced.at
-        return TableEntry(kept, at.address, self._seed, at.open_address, slices)
-
-    def fill(self, num_tokens: int, block_ids: Mapping[str, Integers]) -> None:
-        """Fill the rows of a prompt's blocks.
-
-        Each group's blocks are those of the whole prompt by position, with zeros for blocks that are not held; of a
-        state the one block. Groups that this rank does not hold are left out.
-        """
-        for name, grid in self._whole.grids.items():
-            ids = block_ids[name]
-            end = 1 if grid.is_state else num_tokens
-            self.fill_group(name, ids, 0, (first_held(ids) * grid.group.block_size, end))
-
-    def fill_group(self, name: str, block_ids: Integers, begin: int, tokens: tuple[int, int]) -> None:
-        """Fill the rows of ``tokens`` of one group, half-open, in blocks of which the first begins at ``begin``."""
-        for rows in (self._whole, self._sliced):
-            if rows is not None:
-                rows.fill(name, block_ids, begin, tokens, self._seed)
-
-
-class Rows:
-    """The rows of words of one rank's blocks, and those of its open stretches."""
-
-    def __init__(self, shard: Shard, kept: Integrity, *, is_sliced: bool) -> None:
-        self._kept = kept
-        self.grids = {group.name: CellGrid(group, is_sliced=is_sliced) for group in shard.groups}
-        self._cells = {name: [cells_of(shard, grid, part) for part in grid.parts] for name, grid in self.grids.items()}
-        first, first_open = (_first_words(self.grids.values(), kept, is_open=is_open) for is_open in (False, True))
-        self._open_word = first[""]
-        self._memory = np.zeros(max(self._open_word + first_open[""], 1), dtype=np.uint64)
-        self._rows, self._open_rows = {}, {}
-        for name, grid in self.grids.items():
-            self._rows[name] = self._view(grid, first[name], grid.num_words(kept))
-            self._open_rows[name] = self._view(grid, self._open_word + first_open[name], grid.num_words_each(kept))
-
-    def _view(self, grid: CellGrid, first_word: int, num_words: int) -> Addresses:
-        num_blocks = grid.group.num_blocks
-        return self._memory[first_word : first_word + num_blocks * num_words].reshape(num_blocks, num_words)
-
-    @property
-    def region(self) -> Region:
-        """The memory of the rows."""
-        return Region(int(self._memory.ctypes.data), self._memory.nbytes)
-
-    @property
-    def at(self) -> DigestRows:
-        """Where the rows begin."""
-        address = self.region.base_address
-        return DigestRows(address, address + self._open_word * DIGEST_BYTES)
-
-    def fill(self, name: str, block_ids: Integers, begin: int, tokens: tuple[int, int], seed: int) -> None:
-        """Fill the rows as :meth:`DigestTable.fill_group` does."""
-        grid, rows, kept = self.grids[name], self._rows[name], self._kept
-        stretches = grid.stretches(block_ids, begin, *tokens)
-        is_open, last = grid.is_open(stretches, tokens[1]), len(stretches.block) - 1
-        parts = self._cells[name]
-        behind = [here.sums.memory.behind(stretches.block, stretches.number * grid.num_tokens) for here in parts]
-        for cells in grid.cells(stretches, kept, kept, seed, MOST_BYTES):
-            here, at, word = parts[cells.part], cells.stretch, cells.word
-            block, places = stretches.block[at], here.places[cells.cell] + behind[cells.part][at]
-            sums = here.sums.sums(places, stretches.num_tokens[at])
-            if is_open and (of_end := np.flatnonzero(at == last)).size:
-                self._open_rows[name][stretches.block[last], grid.word_of_stretch(kept, word[of_end])] = sums[of_end]
-                # Also into the rows, for destinations of an earlier version: but not over the words of a longer prompt
-                # that shares the block, where this one's come again or late.
-                whole = here.sums.sums(places[of_end], np.full(len(of_end), grid.num_tokens))
-                in_row = rows[block[of_end], word[of_end]]
-                sums[of_end] = np.where(in_row == whole, in_row, sums[of_end])
-            rows[block, word] = sums
-
-
-def first_held(block_ids: Integers) -> int:
-    """Return the position of the first block behind the last null block.
-
-    >>> first_held(np.array([0, 0, 7, 6])), first_held(np.array([3]))
-    (2, 0)
-    """
-    gone = np.flatnonzero(block_ids == 0)
-    return int(gone[-1]) + 1 if gone.size else 0
-
-
-def _first_words(grids: Iterable[CellGrid], kept: Integrity, *, is_open: bool) -> dict[str, int]:
-    """Return the word with which each group's rows begin, those of blocks or of open stretches; the empty name has the
-    words of all.
-    """
-    begins, begin = {}, 0
-    for grid in grids:
-        begins[grid.group.name] = begin
-        begin += grid.group.num_blocks * (grid.num_words_each(kept) if is_open else grid.num_words(kept))
-    return {**begins, "": begin}
-
-
-class PairDigests:
-    """The comparison between one source rank and this one: which words to read for a request, and what they must be.
-
-    Raises :class:`PlanError` (``unsupported``) where the source keeps fewer digests than are wanted, or, with ``full``,
-    where its cells do not fit this rank's blocks or heads.
-    """
-
-    def __init__(self, plan: PairPlan, table: TableEntry | None, wanted: Integrity) -> None:
-        kept = check_kept(table, wanted)
-        assert table is not None, "who wants digests asks a source that keeps some"
-        slices = table.slices if wanted is Integrity.SAMPLE and kept is Integrity.SAMPLE else None
-        grids = {group.name: CellGrid(group, is_sliced=slices is not None) for group in plan.source.groups}
-        rows, open_rows = (_first_words(grids.values(), kept, is_open=is_open) for is_open in (False, True))
-        at = DigestRows(table.address, table.open_address) if slices is None else slices
-        self._groups = [
-            GroupDigests(
-                GroupCells(plan, group, grids[name], wanted),
-                Kept(at, kept, table.seed, rows[name], open_rows[name]),
-            )
-            for name, group in plan.groups.items()
-        ]
-
-    def comparison(self, requests: Sequence[GroupBlocks]) -> "Comparison":
-        """Return the comparison of a request. Raises :class:`PlanError` (``unsupported``) where ``full`` is wanted and
-        the tokens begin inside a cell.
-        """
-        asked = [(group, blocks) for group in self._groups for blocks in requests if blocks.group == group.cells.name]
-        return Comparison([GroupComparison(group, blocks) for group, blocks in asked if blocks.num_tokens])
-
-
-class Kept(NamedTuple):
-    """A source's table: where it lies, what it keeps, and the words with which the rows of a group begin."""
-
-    at: DigestRows
-    kept: Integrity
-    seed: int
-    first_word: int
-    first_open_word: int
-
-
-class GroupDigests(NamedTuple):
-    """The cells of one cache group that move between two ranks, and the source's digests of them."""
-
-    cells: GroupCells
-    kept: Kept
-
-    @property
-    def num_words(self) -> int:
-        """The words of one block."""
-        return self.cells.grid.num_words(self.kept.kept)
-
-
-class RowsRead:
-    """How the rows of some blocks are read, in the order of the request: at once where they lie close together.
-
-    A sample's rows do, whatever the order of the blocks: 8 bytes for each 16 tokens.
-    """
-
-    def __init__(self, ids: Integers, words_each: int) -> None:
-        self._ids, self._words_each = ids, words_each
-        self._first, end = (int(ids.min()), int(ids.max()) + 1) if len(ids) else (0, 0)
-        most_bytes = min(MOST_BYTES_EACH * len(ids), MOST_BYTES_AT_ONCE)
-        self._is_whole = (end - self._first) * words_each * DIGEST_BYTES <= most_bytes
-        self.num_words = (end - self._first if self._is_whole else len(ids)) * words_each
-        """The words that are read."""
-        at = ids - self._first if self._is_whole else np.arange(len(ids), dtype=np.int64)
-        self.word_of_block: Integers = at * words_each
-        """Which of them is the first one of each block's row."""
-
-    def reads(self) -> Integers:
-        """Return rows of the first word in the table, the first word at the reader, and the number of words.
-
-        >>> RowsRead(np.array([9, 3, 4]), 2).reads().tolist(), RowsRead(np.array([5000, 3, 4]), 2).reads().tolist()
-        ([[6, 0, 14]], [[10000, 0, 2], [6, 2, 4]])
-        """
-        each = self._words_each
-        if self._is_whole:
-            return np.array([[self._first * each, 0, self.num_words]], dtype=np.int64)[: len(self._ids)]
-        counts = np.full(len(self._ids), each, dtype=np.int64)
-        return merge_rows(np.stack((self._ids * each, self.word_of_block, counts), axis=1))
-
-
-class Landing(NamedTuple):
-    """Where the stretches of a request are at the destination.
-
-    ``is_inside`` says whether the block has the whole stretch: a cell is gathered whole, also where the prompt ends
-    inside.
-    """
-
-    block: Integers
-    slot: Integers
-    is_inside: Flags
-
-
-class ComparedCells(NamedTuple):
-    """Some cells that are compared: where this rank has them, how many tokens count, None for all, and which words they
-    must have.
-    """
-
-    cells: Cells
-    places: Integers
-    num_tokens: Integers | None
     words: Integers
+    values: Addresses
+    num_bytes: int
 
 
-class GroupComparison:
-    """The comparison of one request in one group."""
+class MovingCells(NamedTuple):
+    """The cells of one part that move: numbers in the part, ascending; ``first`` counts the cells of earlier parts."""
 
-    def __init__(self, group: GroupDigests, blocks: GroupBlocks) -> None:
-        self._group, self._blocks = group, blocks
-        grid = group.cells.grid
-        self._stretches = grid.stretches(
-            blocks.source_ids, blocks.source_first_token, blocks.first_token, blocks.last_token
-        )
-        self._is_sample = group.cells.wanted is Integrity.SAMPLE
-        first = self._stretches.first_token[:1].tolist()
-        if not self._is_sample and (not self._landing.is_inside.all() or first != [blocks.first_token]):
-            group.cells.refuse(f"loads from token {blocks.first_token} on")
-        held = self._stretches.position
-        self._first_position = int(held[0]) if len(held) else 0
-        self._ids = blocks.source_ids[self._first_position : int(held[-1]) + 1 if len(held) else 0]
-        self._rows = RowsRead(self._ids, group.num_words)
-        has_row = group.kept.at.open_address and grid.is_open(self._stretches, blocks.last_token)
-        self._num_open_words = grid.num_words_each(group.kept.kept) if has_row else 0
-        self._prepared: Sequence[ComparedCells] = ()
+    first: int
+    cells: Integers
+
+
+class MovingGroup:
+    """The cells of one cache group that move between two ranks, in the memory of one of them, ``held``."""
+
+    def __init__(self, cells: GroupCells, held: Sequence[CellPlaces], block_size: int) -> None:
+        self.cells, self.grid, self.held, self.block_size = cells, cells.grid, held, block_size
+        self.moving: list[MovingCells] = []
+        self._are_named: dict[tuple[int, frozenset[str]], Flags] = {}
+        self.num_cells = 0
+        for received in cells.parts:
+            self.moving.append(MovingCells(self.num_cells, np.flatnonzero(received.places >= 0)))
+            self.num_cells += len(self.moving[-1].cells)
+
+    def are_named(self, part: int, layers: frozenset[str]) -> Flags:
+        """Return which of a part's cells are of these layers, which are all or those of some spans."""
+        if (part, layers) not in self._are_named:
+            cells = self.grid.parts[part]
+            are_named = np.array([name in layers for name in cells.component.layers], dtype=np.bool_)
+            self._are_named[part, layers] = np.repeat(are_named, len(cells.head_cells) * cells.num_slices)
+        return self._are_named[part, layers]
+
+    @property
+    def num_rows(self) -> int:
+        """Digests of one stretch of tokens."""
+        is_sample = self.cells.wanted is Integrity.SAMPLE
+        return min(self.num_cells, self.grid.num_samples) if is_sample else self.num_cells
+
+
+class PartCells:
+    """The cells that move between two ranks, in the memory of the source or of the destination.
+
+    Those of a sample are slices. Raises :class:`PlanError` (``unsupported``) for a cache whose digests are not
+    compared.
+    """
+
+    def __init__(self, plan: PairPlan, wanted: Integrity, *, at_source: bool) -> None:
+        self.wanted, self.at_source = wanted, at_source
+        is_sliced = wanted is Integrity.SAMPLE
+        self.groups: dict[str, MovingGroup] = {}
+        for name, group in plan.groups.items():
+            cells = GroupCells(plan, group, CellGrid(group.source_group, is_sliced=is_sliced), wanted)
+            held = cells.at_source(plan) if at_source else cells.parts
+            size = (group.source_group if at_source else group.destination_group).block_size
+            self.groups[name] = MovingGroup(cells, held, size)
+
+
+class Tokens(NamedTuple):
+    """Stretches of tokens of a write: where each begins, how many tokens count, its word in the first row, and the odd
+    number by which its digests are multiplied.
+    """
+
+    first_token: Integers
+    num_tokens: Integers
+    word: Integers
+    odd: Addresses
+
+
+class ChosenCells(NamedTuple):
+    """Some cells of one part: numbers in the part, indices into the stretches, and what these add to which words."""
+
+    cell: Integers
+    stretch: Integers
+    num_tokens: Integers
+    word: Integers
+    odd: Addresses
+
+    def at(self, indices: Integers | slice) -> "ChosenCells":
+        """Return some of these cells."""
+        cell, stretch, num_tokens, word, odd = self
+        return ChosenCells(cell[indices], stretch[indices], num_tokens[indices], word[indices], odd[indices])
+
+
+class PlacedCells(NamedTuple):
+    """Some cells of one part, and their places in a rank's memory."""
+
+    part: int
+    chosen: ChosenCells
+    places: Integers
+
+
+class GroupSums:
+    """The digests of one write in one cache group: ``num_words`` words from ``first_word`` on, of ``fold`` stretches
+    each.
+    """
+
+    def __init__(self, group: MovingGroup, announced: AnnouncedBlocks, seed: int) -> None:
+        self.group, self.announced, self._seed = group, announced, seed
+        cells, each = group.cells, group.grid.num_tokens
+        self._first_token = -(-announced.first_token // each) * each
+        self.num_stretches = max(0, -(-(announced.end_token - self._first_token) // each))
+        self.first_word = self.fold = 0
+        self._latest: tuple[tuple[int, int], Tokens, list[ChosenCells]] | None = None
+        is_full = cells.wanted is Integrity.FULL and announced.end_token > announced.first_token
+        offset = (self._first_token - announced.block_token) % each
+        if is_full and (self._first_token != announced.first_token or offset):
+            cells.refuse(f"loads from token {announced.first_token} on")
 
     @property
     def num_words(self) -> int:
-        """The words that are read: rows of the request's blocks, those between them, and that of its end."""
-        return self._rows.num_words + self._num_open_words
+        """The words of this group."""
+        return self.group.num_rows * self._words_each
 
-    def rows(self, destination: int) -> Integers:
-        """Return rows of source address, destination address and length that read the words."""
-        kept = self._group.kept
-        begins = (kept.at.address + kept.first_word * DIGEST_BYTES, destination, 0)
-        read = self._rows.reads() * DIGEST_BYTES + np.array(begins, dtype=np.int64)
-        if not self._num_open_words:
-            return read
-        length = self._num_open_words * DIGEST_BYTES
-        begin = kept.at.open_address + kept.first_open_word * DIGEST_BYTES + int(self._ids[-1]) * length
-        return np.concatenate((read, [[begin, destination + self._rows.num_words * DIGEST_BYTES, length]]))
+    def cells(self, cut: HeldCut) -> Iterator[PlacedCells]:
+        """Return the cells of tokens and layers that this rank holds, some at a time."""
+        tokens, sampled = self._of_tokens(cut.first_token, cut.end_token)
+        position, slot = np.divmod(tokens.first_token - cut.blocks.first_token, self.group.block_size)
+        block = np.asarray(cut.blocks.block_ids, dtype=np.int64)[position]
+        is_full = self.group.cells.wanted is Integrity.FULL
+        for part, held in enumerate(self.group.held):
+            named, behind = self.group.are_named(part, cut.layers), held.sums.memory.behind(block, slot)
+            for each in self._all(part, named, tokens) if is_full else self._sample(part, named, sampled[part]):
+                yield PlacedCells(part, each, held.places[each.cell] + behind[each.stretch])
 
-    def prepare(self) -> None:
-        """Choose what a sample compares, while the bytes move: afterwards the request waits for the comparison.
+    def summed(self, cells: PlacedCells) -> Sums:
+        """Add up some cells."""
+        part, chosen, places = cells
+        digests = self.group.held[part].sums.sums(places, chosen.num_tokens)
+        return Sums(chosen.word, digests * chosen.odd, len(digests) * self._cell_bytes(part))
 
-        The cells of ``full`` are too many to be kept.
+    @property
+    def landed(self) -> HeldCut:
+        """All layers and tokens, in the destination's blocks."""
+        announced = self.announced
+        blocks = BlockList(announced.block_token, announced.block_ids)
+        layers = self.group.cells.destination.layers
+        return HeldCut(announced.group, layers, announced.first_token, announced.end_token, blocks)
+
+    def split(self, cut: HeldCut) -> tuple[list[HeldCut], list[HeldCut]]:
+        """Return the final part of a cut, and the part that its engine may still change: a packed page that the prompt
+        does not fill.
         """
-        if self._is_sample:
-            self._prepared = list(self._compared())
+        grid, end = self.group.grid, self.announced.end_token
+        if not grid.is_paged or cut.end_token < end or end % grid.num_tokens == 0:
+            return [cut], []
+        page = max(cut.first_token, end // grid.num_tokens * grid.num_tokens)
+        final = [msgspec.structs.replace(cut, end_token=page)] if page > cut.first_token else []
+        return final, [msgspec.structs.replace(cut, first_token=page)]
 
-    def compare(self, words: Addresses) -> Iterator[int]:
-        """Compare some cells at a time, and yield their bytes. Raises :class:`HandoffError` (integrity-mismatch)."""
-        group = self._group.cells
-        for each in self._prepared or self._compared():
-            found = group.parts[each.cells.part].sums.sums(each.places, each.num_tokens)
-            if (wrong := np.flatnonzero(found != words[each.words])).size:
-                raise self._mismatch(each.cells, wrong)
-            yield len(found) * group.grid.cell_bytes(group.grid.parts[each.cells.part])
+    @property
+    def _words_each(self) -> int:
+        """The words of one row: those of all stretches."""
+        return -(-self.num_stretches // self.fold)
 
-    @cached_property
-    def _landing(self) -> Landing:
-        wanted, blocks = self._group.cells.destination, self._blocks
-        position, slot = np.divmod(self._stretches.first_token - blocks.destination_first_token, wanted.block_size)
-        block = blocks.destination_ids[np.minimum(position, len(blocks.destination_ids) - 1)]
-        return Landing(block, slot, slot + self._group.cells.grid.num_tokens <= wanted.block_size)
+    def _cell_bytes(self, part: int) -> int:
+        return self.group.grid.cell_bytes(self.group.grid.parts[part])
 
-    def _compared(self) -> Iterator[ComparedCells]:
-        group, kept, stretches, landing = self._group.cells, self._group.kept, self._stretches, self._landing
-        behind = [here.sums.memory.behind(landing.block, landing.slot) for here in group.parts]
-        for cells in group.grid.cells(stretches, kept.kept, group.wanted, kept.seed, MOST_BYTES):
-            here = group.parts[cells.part].places
-            moves = (here[cells.cell] >= 0) & landing.is_inside[cells.stretch]
-            moving = cells if moves.all() else Cells(cells.part, *(each[moves] for each in cells[1:]))
-            if len(moving.cell):
-                at = moving.stretch
-                places, num_tokens = here[moving.cell] + behind[cells.part][at], stretches.num_tokens[at]
-                counted = None if (num_tokens == group.grid.num_tokens).all() else num_tokens
-                yield ComparedCells(moving, places, counted, self._index(at, moving.word))
+    def _of_tokens(self, first_token: int, end_token: int) -> tuple[Tokens, list[ChosenCells]]:
+        """Return the stretches of tokens, and the sampled cells; the spans of a step are of the same tokens."""
+        if self._latest is None or self._latest[0] != (first_token, end_token):
+            grid, size = self.group.grid, self.group.cells.destination.block_size
+            begin = -(-first_token // grid.num_tokens) * grid.num_tokens
+            first = np.arange(begin, end_token, grid.num_tokens, dtype=np.int64)
+            # A cell is gathered whole, so it must lie in one block of the destination.
+            first = first[(first - self.announced.block_token) % size + grid.num_tokens <= size]
+            counted = np.full(len(first), grid.num_tokens) if grid.is_paged else self.announced.end_token - first
+            number = (first - self._first_token) // grid.num_tokens
+            odd = mixed(number.astype(np.uint64)) | np.uint64(1)
+            word = self.first_word + number // self.fold
+            tokens = Tokens(first, np.minimum(counted, grid.num_tokens), word, odd)
+            sampled = [] if self.group.cells.wanted is Integrity.FULL else self._drawn(tokens)
+            self._latest = (first_token, end_token), tokens, sampled
+        return self._latest[1:]
 
-    def _index(self, stretch: Integers, word: Integers) -> Integers:
-        """Return where the words of blocks' rows are among those that were read."""
-        found = self._rows.word_of_block[self._stretches.position[stretch] - self._first_position] + word
-        if self._num_open_words:
-            last = stretch == len(self._stretches.block) - 1
-            of_stretch = self._group.cells.grid.word_of_stretch(self._group.kept.kept, word[last])
-            found[last] = self._rows.num_words + of_stretch
+    def _drawn(self, tokens: Tokens) -> list[ChosenCells]:
+        """Return the sampled cells of each part in these stretches, in the order of their layers."""
+        if not self.group.num_rows:
+            return [self._chosen(tokens, *np.empty((3, 0), dtype=np.int64)) for _ in self.group.moving]
+        drawn = self._draw(tokens.first_token // self.group.grid.num_tokens)
+        order = np.argsort(drawn, kind="stable")
+        drawn, (stretch, row) = drawn[order], np.divmod(order, self.group.num_rows)
+        found = []
+        for moving in self.group.moving:
+            begin, end = np.searchsorted(drawn, (moving.first, moving.first + len(moving.cells)))
+            cell = moving.cells[drawn[begin:end] - moving.first]
+            found.append(self._chosen(tokens, cell, stretch[begin:end], row[begin:end]))
         return found
 
-    def _mismatch(self, cells: Cells, wrong: Integers) -> HandoffError:
-        first = int(wrong[0])
-        stretch = int(cells.stretch[first])
-        token = int(self._stretches.first_token[stretch])
-        tokens = token, token + int(self._stretches.num_tokens[stretch])
-        where = place_of(self._group.cells.grid, tokens, (int(self._landing.block[stretch]),) * 2)
-        return self._group.cells.mismatch(cells.part, int(cells.cell[first]), where, (len(wrong), len(cells.cell)))
+    def _sample(self, part: int, named: Flags, sampled: ChosenCells) -> Iterator[ChosenCells]:
+        indices = np.flatnonzero(named[sampled.cell])
+        for begin, end in pieces(len(indices), MOST_BYTES, self._cell_bytes(part)):
+            yield sampled.at(_without_gaps(indices[begin:end]))
+
+    def _all(self, part: int, named: Flags, tokens: Tokens) -> Iterator[ChosenCells]:
+        moving, num_stretches = self.group.moving[part], len(tokens.first_token)
+        indices = np.flatnonzero(named[moving.cells])
+        for begin, end in pieces(len(indices) * num_stretches, MOST_BYTES, self._cell_bytes(part)):
+            index, stretch = np.divmod(np.arange(begin, end, dtype=np.int64), num_stretches)
+            cell = indices[index]
+            yield self._chosen(tokens, moving.cells[cell], stretch, moving.first + cell)
+
+    def _chosen(self, tokens: Tokens, cell: Integers, stretch: Integers, row: Integers) -> ChosenCells:
+        word = tokens.word[stretch] + row * self._words_each
+        return ChosenCells(cell, stretch, tokens.num_tokens[stretch], word, tokens.odd[stretch])
+
+    def _draw(self, numbers: Integers) -> Integers:
+        """Return the sampled cells of each of the numbered stretches, one after the other."""
+        return draw(numbers, self.group.num_rows, self._seed, self.group.num_cells)
+
+    def mismatch(self, word: int, counts: tuple[int, int]) -> HandoffError:
+        """Return the error of a word of this group that differs."""
+        row, number = divmod(word - self.first_word, self._words_each)
+        grid, announced, size = self.group.grid, self.announced, self.group.cells.destination.block_size
+        begin = self._first_token + number * self.fold * grid.num_tokens
+        end = min(begin + self.fold * grid.num_tokens, announced.end_token)
+        is_sample = self.group.cells.wanted is Integrity.SAMPLE
+        if is_sample:
+            row = int(self._draw(np.array([begin // grid.num_tokens]))[row])
+        part = max(index for index, each in enumerate(self.group.moving) if len(each.cells) and each.first <= row)
+        moving = self.group.moving[part]
+        first, last = (announced.block_ids[(token - announced.block_token) // size] for token in (begin, end - 1))
+        where = place_of(grid, (begin, end), (first, last))
+        if is_sample and self.fold > 1:
+            where += ", or another sampled one of these tokens"
+        return self.group.cells.mismatch(part, int(moving.cells[row - moving.first]), where, counts)
 
 
-class Comparison:
-    """The comparison of one request with one source rank."""
+def _without_gaps(indices: Integers) -> Integers | slice:
+    """Return ascending indices as a slice where they have no gaps: a view costs less than a copy."""
+    first, end = int(indices[0]), int(indices[-1]) + 1
+    return slice(first, end) if end - first == len(indices) else indices
 
-    def __init__(self, groups: Sequence[GroupComparison]) -> None:
-        self._groups = groups
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory for the words."""
-        return sum(group.num_words for group in self._groups) * DIGEST_BYTES
+class PartDigests:
+    """The digests of one write between two ranks, in the memory of one of them.
 
-    def rows(self, destination: int) -> Descriptors:
-        """Return the descriptors that read the source's words to ``destination``."""
-        rows, begin = [np.empty((0, 3), dtype=np.int64)], destination
-        for group in self._groups:
-            rows.append(group.rows(begin))
-            begin += group.num_words * DIGEST_BYTES
-        return np.concatenate(rows).view(np.uint64)
+    Raises :class:`PlanError` (``unsupported``) where ``full`` is wanted and the tokens begin inside a cell.
+    """
 
-    def prepare(self) -> None:
-        """Choose what is compared, as far as it can be chosen before the bytes have landed."""
-        for group in self._groups:
-            group.prepare()
+    def __init__(self, cells: PartCells, announced: Sequence[AnnouncedBlocks], key: WriteKey) -> None:
+        self.wanted = cells.wanted
+        seed = int(mixed(mixed(np.array([key.receiver_epoch], dtype=np.uint64)) + np.uint64(key.number))[0])
+        self._groups = {each.group: GroupSums(cells.groups[each.group], each, seed) for each in announced}
+        rows = [(group.group.num_rows, group.num_stretches) for group in self._groups.values()]
+        num_rows, num_digests = sum(each for each, _ in rows), sum(each * stretches for each, stretches in rows)
+        if num_rows >= MAX_WORDS:
+            raise PlanError(
+                Reason.UNSUPPORTED,
+                f"a write of {num_rows} layers and heads has more digests than one message carries.",
+                'Set "integrity" to "sample" on the decode engine.',
+            )
+        # One more word for each row where the last fold is not full.
+        fold = max(1, -(-num_digests // (MAX_WORDS - num_rows)))
+        self.num_words = 0
+        for group in self._groups.values():
+            group.first_word, group.fold = self.num_words, fold
+            self.num_words += group.num_words
+        # A source must not let a peer's announcement cost memory.
+        self._landed = [] if cells.at_source else [group.landed for group in self._groups.values()]
+        self._prepared = self._cells(self._landed) if self.wanted is Integrity.SAMPLE else ()
 
-    def compare(self, words: Addresses) -> Iterator[int]:
-        """Compare the cache with the words that were read, some cells at a time; yield how many bytes were compared.
+    def sums(self, cuts: Sequence[HeldCut]) -> Iterator[Sums]:
+        """Add up the cells of these tokens and layers, some at a time. They are chosen when the first is asked for."""
+        for group, cells in self._cells(cuts):
+            yield group.summed(cells)
 
-        Raises :class:`HandoffError` (integrity-mismatch) for the first cells that differ.
+    def _cells(self, cuts: Sequence[HeldCut]) -> Iterable[tuple[GroupSums, PlacedCells]]:
+        """Return the cells of these tokens and layers.
+
+        Those of a sample are chosen at once: a destination does so before the bytes move, a source while they move.
         """
-        begin = 0
-        for group in self._groups:
-            yield from group.compare(words[begin : begin + group.num_words])
-            begin += group.num_words
+        groups = ((self._groups[cut.group], cut) for cut in cuts)
+        cells = ((group, cells) for group, cut in groups for cells in group.cells(cut))
+        return list(cells) if self.wanted is Integrity.SAMPLE else cells
+
+    def split(self, cuts: Sequence[HeldCut]) -> tuple[list[HeldCut], list[HeldCut]]:
+        """Return the final parts of these cuts, and the parts that their engine may still change, as it generates
+        tokens behind the prompt.
+        """
+        final, pages = zip(*(self._groups[cut.group].split(cut) for cut in cuts), strict=True)
+        return list(chain(*final)), list(chain(*pages))
+
+    def compare(self, sent: bytes) -> Iterator[int]:
+        """Add up what has landed, some cells at a time, and yield how many bytes; at the end compare with the source.
+
+        Raises :class:`HandoffError`: protocol-mismatch for another number of digests, integrity-mismatch.
+        """
+        if len(sent) != self.num_words * DIGEST_BYTES:
+            raise HandoffError(
+                Reason.PROTOCOL_MISMATCH,
+                f"the source sent {len(sent) // DIGEST_BYTES} digests of its write; {self.num_words} belong to it.",
+                "Run the same kvferry version on both sides.",
+            )
+        found = np.zeros(self.num_words, dtype=np.uint64)
+        for group, cells in self._prepared or self._cells(self._landed):
+            each = group.summed(cells)
+            np.add.at(found, each.words, each.values)
+            yield each.num_bytes
+        wrong = np.flatnonzero(found != np.frombuffer(sent, dtype="<u8"))
+        if wrong.size:
+            word, counts = int(wrong[0]), (len(wrong), self.num_words)
+            before = [group for group in self._groups.values() if group.num_words and group.first_word <= word]
+            raise before[-1].mismatch(word, counts)
+
+
+class WrittenDigests:
+    """The digests of what a source writes, one batch at a time: :meth:`begin`, :meth:`advance`, :meth:`changed_pages`,
+    :meth:`landed`.
+    """
+
+    def __init__(self, digests: PartDigests) -> None:
+        self._digests = digests
+        self._words = np.zeros(digests.num_words, dtype=np.uint64)
+        self._batch: list[Sums] = []
+        self._sums: Iterator[Sums] = iter(())
+        self._open_pages: list[HeldCut] = []
+        self._before: list[Sums] = []
+        self.num_bytes = 0
+        self.seconds = 0.0
+
+    def begin(self, cuts: Sequence[HeldCut]) -> None:
+        """A batch is about to be written; its digests replace those of a batch that has not landed.
+
+        Its cells are chosen and added up while it is written, but for pages that the engine may change meanwhile.
+        """
+        started = time.monotonic()
+        final, self._open_pages = self._digests.split(cuts)
+        self._batch, self._sums = [], self._digests.sums(final)
+        self._before = list(self._digests.sums(self._open_pages))
+        self.seconds += time.monotonic() - started
+
+    def advance(self) -> bool:
+        """Add up some cells; return whether the batch has all of its digests."""
+        started, num_bytes = time.monotonic(), 0
+        try:
+            while num_bytes < PER_ADVANCE:
+                self._batch.append(next(self._sums))
+                num_bytes += self._batch[-1].num_bytes
+        except StopIteration:
+            return True
+        finally:
+            self.num_bytes += num_bytes
+            self.seconds += time.monotonic() - started
+        return False
+
+    def changed_pages(self) -> dict[str, int]:
+        """Return where the pages begin that the engine has changed since :meth:`begin`, by group: what has landed of
+        them need not be what was summed, and does not count.
+        """
+        after = list(self._digests.sums(self._open_pages))
+        pairs = zip(self._before, after, strict=True)
+        if not all(np.array_equal(before.values, now.values) for before, now in pairs):
+            return {page.group: page.first_token for page in self._open_pages}
+        self._batch += self._before
+        self.num_bytes += sum(each.num_bytes for each in self._before)
+        return {}
+
+    def landed(self) -> None:
+        """The batch counts."""
+        for each in self._batch:
+            np.add.at(self._words, each.words, each.values)
+        self._batch = []
+
+    def encoded(self) -> bytes:
+        """Return the digests of all batches that have landed, as :meth:`PartDigests.compare` takes them."""
+        return self._words.astype("<u8").tobytes()

@@ -11,7 +11,6 @@ from contextlib import suppress
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.execution.device import HOST, DeviceOrder
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import Job, JobResult, Phase
 from kvferry.peer_log import PeerLog
 
@@ -40,12 +39,10 @@ class Executor:
 
     def __init__(
         self,
-        scratch: Scratch,
         cores: Iterable[int] = (),
         order: DeviceOrder = HOST,
         report_still_writing: Callable[[frozenset[str]], None] = lambda _: None,
     ) -> None:
-        self._scratch = scratch
         self._order = order
         self._cores = set(cores)
         # Jobs and changes share one queue, so that a cancellation never overtakes its job.
@@ -192,10 +189,6 @@ class Executor:
             if job.phase is Phase.DONE:
                 self._active.remove(job)
                 self._end(job)
-            elif job.phase is Phase.BETWEEN_ROUNDS:
-                # Between two rounds the others go first.
-                self._active.remove(job)
-                self._active.append(job)
             if moved and job.phase is not Phase.DONE:
                 return True
             has_moved |= moved
@@ -210,8 +203,8 @@ class Executor:
     def _report_if_late(self, job: Job, now: float) -> None:
         """Report a job whose transfers do not end: once when it is late, and once when they have ended.
 
-        A posted read cannot be revoked: bytes that land after the blocks went to another request would corrupt its
-        cache.
+        A source that does not answer may still write: bytes that land after the blocks went to another request would
+        corrupt its cache.
         """
         seconds = 0.0 if job.given_up_at is None else now - job.given_up_at
         if job.phase is Phase.DONE and job.job_id in self._still_writing:
@@ -240,7 +233,7 @@ class Executor:
     def _advance_one(self, job: Job) -> bool:
         was_stopping = job.phase is Phase.STOPPING
         try:
-            return job.advance(self._scratch, time.monotonic())
+            return job.advance(time.monotonic())
         except Exception as error:
             if not was_stopping:
                 logger.exception("kvferry: job %s failed unexpectedly", job.job_id)

@@ -1,4 +1,4 @@
-"""Jobs, which the transfer thread advances, and their results. A read, a write, an awaited push, a copy are jobs."""
+"""Jobs, which the transfer thread advances, and their results. A write, an awaited load, a copy are jobs."""
 
 import time
 from collections.abc import Mapping
@@ -7,8 +7,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 from kvferry.errors import KVFerryError
-from kvferry.execution.device import OVER, Mark
-from kvferry.execution.guard_words import Scratch
 
 
 class Phase(Enum):
@@ -16,7 +14,6 @@ class Phase(Enum):
 
     PREPARING = "for a handshake, a connection or a prompt, not for a transfer"
     MOVING = "for its transfers"
-    BETWEEN_ROUNDS = "for its turn: other jobs go first"
     STOPPING = "for the end of its transfers, since the job was given up"
     DONE = "for nothing"
 
@@ -25,32 +22,27 @@ class Phase(Enum):
 class JobResult:
     """How a job ended: ``error`` is None for a commit. Times are seconds.
 
-    ``num_bytes`` are the committed bytes, ``num_staged_bytes`` those of them that went through the stage; a failed job
-    has none, even where bytes have landed. ``num_compared_bytes`` are those whose digests were compared, in
-    ``compare_seconds``. ``num_descriptors`` counts what the transports got for the cache. ``way`` says whether the
-    bytes were ``read`` or ``written``; it is empty where none moved.
+    ``num_bytes`` are the committed bytes; a failed job has none, even where bytes have landed. ``num_compared_bytes``
+    are those whose digests were compared, in ``compare_seconds``. ``num_descriptors`` counts what the transports got
+    for the cache.
     """
 
     job_id: str
     error: KVFerryError | None
     num_bytes: int = 0
-    num_staged_bytes: int = 0
     num_compared_bytes: int = 0
     num_descriptors: int = 0
     num_sources: int = 0
     transport: str = ""
-    way: str = ""
     wait_seconds: float = 0.0
     transfer_seconds: float = 0.0
     compare_seconds: float = 0.0
-    landing: Mark = OVER
-    """On a GPU the mark behind the last copy into the cache: the engine's stream must wait for this mark."""
     events: Mapping[str, Any] | None = None
-    """Events of a push, ready for JSON; None unless the settings ask for them."""
+    """Events of a write or a load, ready for JSON; None unless the settings ask for them."""
 
 
 class Job(Protocol):
-    """A read, a write, an awaited push or a local copy."""
+    """A write, an awaited load or a local copy."""
 
     @property
     def job_id(self) -> str:
@@ -80,7 +72,7 @@ class Job(Protocol):
     def given_up_at(self) -> float | None:
         """When the job was given up."""
 
-    def advance(self, scratch: Scratch, now: float) -> bool:
+    def advance(self, now: float) -> bool:
         """Make bounded progress; return whether there was any."""
 
     def is_ending(self, now: float) -> bool:

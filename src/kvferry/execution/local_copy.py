@@ -12,7 +12,6 @@ import numpy.typing as npt
 from kvferry.arrays import memory_at
 from kvferry.errors import KVFerryError, PlanError, Reason
 from kvferry.execution.device import OVER, Mark
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult, Phase
 from kvferry.layout.shard import Shard
 from kvferry.plan.block_copies import BlockCopies, block_copies
@@ -138,7 +137,7 @@ class LocalCopy:
         self._copies: list[BlockCopies] = []
         self._copying: Copying | None = None
 
-    def advance(self, scratch: Scratch, now: float) -> bool:
+    def advance(self, now: float) -> bool:
         """Lower the plan, copy or launch a bounded piece, or wait for the copies of a job that was given up."""
         try:
             return self._step()

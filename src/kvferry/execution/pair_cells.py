@@ -9,8 +9,6 @@ import numpy as np
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.cell_sums import CellSums
-from kvferry.handoff.messages import DigestRows
-from kvferry.handoff.messages import DigestTable as TableEntry
 from kvferry.layout.component import HeadRange
 from kvferry.layout.shard import Shard
 from kvferry.peer_log import PeerLog
@@ -21,7 +19,7 @@ from kvferry.plan.planner import GroupPlan, PairPlan
 logger = PeerLog(logging.getLogger(__name__))
 
 
-class PartCells(NamedTuple):
+class CellPlaces(NamedTuple):
     """The cells of one part in one rank's memory.
 
     ``places`` has the place of each of the source's cells in block and slot 0, in bytes from the region's begin; -1 for
@@ -49,12 +47,12 @@ class GroupCells:
             self.refuse(f"has blocks of {self.destination.block_size} tokens, and digests cover {grid.num_tokens}")
         self.parts = [self._received(plan, group, part) for part in grid.parts]
 
-    def _received(self, plan: PairPlan, group: GroupPlan, part: Part) -> PartCells:
+    def _received(self, plan: PairPlan, group: GroupPlan, part: Part) -> CellPlaces:
         memory = CellMemory(plan.destination, self.destination.component(part.component.name), self.grid, part)
         moves = self._moves(part, memory, group.heads.get(part.component.name, ()))
         places = memory.cells.reshape(-1, len(moves), part.num_slices).copy()
         places[:, ~moves] = -1
-        return PartCells(CellSums(memory), places.ravel())
+        return CellPlaces(CellSums(memory), places.ravel())
 
     def _moves(self, part: Part, memory: CellMemory, carried: Sequence[HeadRange]) -> Flags:
         """Return which head cells move as a whole."""
@@ -66,7 +64,7 @@ class GroupCells:
             self.refuse(f"holds a part of the {part.heads_each} heads of one digest of {part.component.name!r}")
         return np.asarray(moves)
 
-    def at_source(self, plan: PairPlan) -> list[PartCells]:
+    def at_source(self, plan: PairPlan) -> list[CellPlaces]:
         """Return where the source has the cells of each part: it holds all of its own grid."""
         return [cells_of(plan.source, self.grid, part) for part in self.grid.parts]
 
@@ -89,10 +87,10 @@ class GroupCells:
         )
 
 
-def cells_of(rank: Shard, grid: CellGrid, part: Part) -> PartCells:
+def cells_of(rank: Shard, grid: CellGrid, part: Part) -> CellPlaces:
     """Return where a source rank has the cells of one part of its own grid."""
     memory = CellMemory(rank, part.component, grid, part)
-    return PartCells(CellSums(memory), memory.cells)
+    return CellPlaces(CellSums(memory), memory.cells)
 
 
 def place_of(grid: CellGrid, tokens: tuple[int, int], blocks: tuple[int, int]) -> str:
@@ -116,23 +114,14 @@ def comparable(rank: Shard, wanted: Integrity, *, is_required: bool) -> Integrit
     return wanted
 
 
-def pushed_digests(integrity: Integrity) -> TableEntry | None:
-    """Return what a rank that pushes tells of its digests, which it computes for a destination that asks."""
-    if integrity is Integrity.OFF:
-        return None
-    return TableEntry("full" if integrity is Integrity.FULL else "sample", address=0, seed=0, slices=DigestRows(0, 0))
-
-
-def check_kept(table: TableEntry | None, wanted: Integrity) -> Integrity:
-    """Return how much a source keeps. Raises :class:`PlanError` (``unsupported``) for less than ``wanted``."""
-    kept = Integrity.OFF if table is None else Integrity(table.kept)
-    if _ORDER.index(kept) < _ORDER.index(wanted):
+def check_computes(computed: Integrity, wanted: Integrity) -> None:
+    """Raise :class:`PlanError` (``unsupported``) where a source computes fewer digests than are ``wanted``."""
+    if _ORDER.index(computed) < _ORDER.index(wanted):
         raise PlanError(
             Reason.UNSUPPORTED,
-            f'this engine has "integrity": "{wanted}", the prefill engine "{kept}".',
+            f'the decode engine has "integrity": "{wanted}", the prefill engine "{computed}".',
             "Set at least the decode engine's value on the prefill engine.",
         )
-    return kept
 
 
 _ORDER = list(Integrity)

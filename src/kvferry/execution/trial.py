@@ -1,30 +1,27 @@
 """The trial at start: labelled blocks of a rank's cache go to a second agent of the same process, and come back.
 
-They go the way of any load: engine's views, transport, guard words, digests, stage and merge, in the transfer thread's
-device order. So what no test without this machine's device can show is shown on it before the engine says that it is
-ready. A rank that pushes writes instead of reading, and so does the second agent.
+They go the way of any load: engine's views, plan, transport and digests, in the transfer thread's device order. So what
+no test without this machine's device can show is shown on it before the engine says that it is ready. The engine
+writes, and so does the second agent.
 """
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, TransportError
+from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution import device_memory
 from kvferry.execution.device import DeviceOrder, Mark
-from kvferry.execution.digests import PairDigests
-from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import GuardWords, Scratch
-from kvferry.execution.read import Guard, RankRead, Read
-from kvferry.execution.registered_memory import RegisteredMemory
+from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
 from kvferry.execution.route import Route
-from kvferry.handoff.guard_word import WORD_BYTES, HeldPrompt, guard_word
-from kvferry.handoff.messages import Handle
+from kvferry.handoff.messages import WriteKey
+from kvferry.handoff.part import Part, announced_blocks
+from kvferry.handoff.source import BlockList, Cut
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
@@ -33,7 +30,6 @@ from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.protocol import Direction, Status
 from kvferry.transport.registry import TransportSet
 
@@ -46,57 +42,29 @@ TRIAL_SECONDS = 10.0
 """Limit of one move of the trial; all moves together take less than a second where nothing is wrong."""
 BLOCKS_EACH = 2
 """Blocks of each cache group that are labelled; of a state one."""
-SLOT = 0
-COMPARED_BYTES = 1 << 20
-"""Of a side that :func:`open_side` opens."""
 
 
 class Side(NamedTuple):
-    """One of the two sides of the trial: its memory, registered with ``transports``.
+    """One of the two sides of the trial: its cache, registered with ``transports``."""
 
-    With guard words on both sides the destination reads the bytes, else the source writes them.
-    """
-
-    memory: RegisteredMemory
+    shard: Shard
     transports: TransportSet
     end_points: Mapping[str, bytes]
 
     def close(self) -> None:
-        """Close the transports and the stage."""
+        """Close the transports."""
         self.transports.close()
-        if self.memory.stage is not None:
-            self.memory.stage.close()
 
 
-def open_side(
-    shard: Shard,
-    order: DeviceOrder,
-    opens: Callable[[], TransportSet],
-    integrity: Integrity,
-    *,
-    reads: bool,
-    stage_bytes: int = 0,
-) -> Side:
-    """Return a side with this cache: it ``reads`` and is read from, or writes and is written to.
-
-    With ``stage_bytes`` it has a stage of so many. Raises the errors of ``opens`` and of registration.
-    """
-    memory = RegisteredMemory.of(
-        shard,
-        order,
-        integrity,
-        num_scratch_words=1,
-        num_slots=1 if reads else 0,
-        stage_bytes=stage_bytes,
-        compared_bytes=COMPARED_BYTES,
-    )
+def open_side(shard: Shard, opens: Callable[[], TransportSet]) -> Side:
+    """Return a side with this cache. Raises the errors of ``opens`` and of registration."""
     transports = opens()
     try:
-        end_points = transports.register(memory.regions)
+        end_points = transports.register(shard.regions)
     except BaseException:
         transports.close()
         raise
-    return Side(memory, transports, end_points)
+    return Side(shard, transports, end_points)
 
 
 class Trip(NamedTuple):
@@ -128,9 +96,8 @@ class Trip(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """The strategies that have passed, the transport, and how many bytes went there and back in how many seconds."""
+    """The transport, and how many bytes went there and back in how many seconds."""
 
-    strategies: tuple[Strategy, ...]
     transport: str
     num_bytes: int
     seconds: float
@@ -139,10 +106,8 @@ class TrialResult:
 class Trial:
     """The trial of one rank. ``views`` are the engine's own views of the layers, with the block as their first axis.
 
-    ``opens`` opens the second agent's transports. ``strategies`` are tried one after the other; ``scatter`` needs the
-    engine's stage, and is left out behind a strategy that has passed where this cache cannot use it: then loads do not
-    choose it either. An error names the ``layout``.
-    Digests are compared where the engine keeps them.
+    ``opens`` opens the second agent's transports. An error names the ``layout``. Digests are compared as ``integrity``
+    says.
     """
 
     def __init__(
@@ -151,159 +116,85 @@ class Trial:
         views: "Mapping[str, torch.Tensor]",
         order: DeviceOrder,
         opens: Callable[[], TransportSet],
-        strategies: Sequence[Strategy],
         layout: NamedLayout,
-        cores: Collection[int] = (),
+        integrity: Integrity = Integrity.OFF,
     ) -> None:
         self._engine, self._views, self._order, self._opens = engine, views, order, opens
-        self._strategies, self._layout, self._cores = strategies, layout, cores
-        self._trips = choose_blocks(engine.memory.shard)
+        self._layout, self._integrity = layout, integrity
+        self._trips = choose_blocks(engine.shard)
         self._transport = "none"
 
     def run(self) -> TrialResult:
-        """Move labelled blocks there and back by each strategy; the blocks have their former bytes afterwards.
+        """Move labelled blocks there and back; the blocks have their former bytes afterwards.
 
         Raises :class:`TransportError` (``trial-failed``): what differs or failed, and which setting to try.
         """
         began_at = time.monotonic()
-        done: list[Strategy] = []
-        content = LabelledBlocks(self._views, self._engine.memory.shard, self._trips)
+        content = LabelledBlocks(self._views, self._engine.shard, self._trips)
         second = None
         try:
-            second = self._open_second()
-            for strategy in self._strategies:
-                if self._moves_there_and_back(content, second, strategy, is_required=not done):
-                    done.append(strategy)
+            # The memory must live as long as it is registered.
+            shard, memory = device_memory.placed(tier_shard(self._engine.shard, self._trips), self._order.device)
+            second = open_side(shard, self._opens)
+            content.label()
+            _await_mark(self._order.mark())
+            self._write(self._engine, second, [trip.out() for trip in self._trips])
+            self._write(second, self._engine, [trip.back() for trip in self._trips])
+            content.compare()
         except KVFerryError as error:
-            raise self._failed(error, done) from error
+            raise self._failed(error) from error
         finally:
             content.restore()
-            if self._engine.memory.words is not None:
-                self._engine.memory.words.clear(SLOT)
             if second is not None:
                 second.close()
-        return TrialResult(tuple(done), self._transport, content.num_bytes, time.monotonic() - began_at)
-
-    def _moves_there_and_back(
-        self, content: "LabelledBlocks", second: Side, strategy: Strategy, *, is_required: bool
-    ) -> bool:
-        """Return whether the blocks have come back, False for a strategy that this cache cannot use."""
-        content.label()
-        _await_mark(self._order.mark())
-        try:
-            self._move(self._engine, second, [trip.out() for trip in self._trips], strategy)
-            self._move(second, self._engine, [trip.back() for trip in self._trips], strategy)
-        except PlanError as error:
-            if is_required or error.reason is not Reason.UNSUPPORTED:
-                raise
-            logger.info("kvferry: the trial at start leaves out the strategy %s: %s", strategy, error)
-            return False
-        content.compare()
-        return True
-
-    def _open_second(self) -> Side:
-        """Return a small cache on the same device, in another layout, with transports of its own."""
-        engine = self._engine.memory
-        # The memory must live as long as it is registered.
-        shard, self._cache = device_memory.placed(tier_shard(engine.shard, self._trips), self._order.device)
-        integrity = Integrity.OFF if engine.table is None else engine.integrity
-        stage_bytes = 0 if engine.stage is None else engine.stage.region.length
-        reads = engine.words is not None
-        return open_side(shard, self._order, self._opens, integrity, reads=reads, stage_bytes=stage_bytes)
-
-    def _move(self, source: Side, destination: Side, blocks: Sequence[GroupBlocks], strategy: Strategy) -> None:
-        words = source.memory.words
-        if words is None or destination.memory.words is None:
-            self._write(source, destination, blocks)
-        else:
-            self._read(source, destination, blocks, strategy, words)
+                del memory
+        return TrialResult(self._transport, content.num_bytes, time.monotonic() - began_at)
 
     def _write(self, source: Side, destination: Side, blocks: Sequence[GroupBlocks]) -> None:
         deadline = time.monotonic() + TRIAL_SECONDS
-        route = Route(
-            [source.memory.shard], destination.memory.shard, {0: source.transports.connect(destination.end_points)}
-        )
-        while not route.is_ready():
+        connecting = source.transports.connect(destination.end_points)
+        while (link := connecting.poll()) is None:
             _wait(deadline)
-        link = route.links[0].poll()
-        assert link is not None
         self._transport = link.name
-        for plan in route.own_plans(0):
+        for plan in Route([source.shard], destination.shard).proved_plans(0):
             transfer = link.transport.submit(link.peer, Direction.WRITE, plan.lower(blocks))
             while link.transport.poll(transfer) is Status.PENDING:
                 _wait(deadline)
             if transfer.error is not None:
                 raise transfer.error
-        route.close()
+            self._compare_digests(plan, blocks)
+        link.close()
 
-    def _read(
-        self,
-        source: Side,
-        destination: Side,
-        blocks: Sequence[GroupBlocks],
-        strategy: Strategy,
-        words: GuardWords,
-    ) -> None:
-        word = guard_word("trial", 1, Handle("trial", 1), HeldPrompt("trial", 1, [], []))
-        if (table := source.memory.table) is not None:
-            for each in blocks:
-                table.fill_group(each.group, each.source_ids, 0, (0, each.last_token))
-        words.set(SLOT, word)
-        stage = destination.memory.stage if strategy is Strategy.SCATTER else None
-        links = {0: destination.transports.connect(source.end_points)}
-        route = Route([source.memory.shard], destination.memory.shard, links, stage, strategy)
-        guard = Guard(words.address + SLOT * WORD_BYTES, word)
+    def _compare_digests(self, plan: PairPlan, blocks: Sequence[GroupBlocks]) -> None:
+        """Raise :class:`HandoffError` (integrity-mismatch) unless both ranks find the same digests."""
+        if self._integrity is Integrity.OFF:
+            return
+        part, key = Part(plan, announced_blocks(plan, blocks)), WriteKey("trial", 1, 1)
+        held = {each.group: BlockList(0, each.source_ids.tolist()) for each in blocks}
+        batch = tuple(Cut(span, need.first_token, need.end_token) for span, need in part.needs.items())
+        written, landed = (
+            PartDigests(PartCells(plan, self._integrity, at_source=at_source), part.announced, key)
+            for at_source in (True, False)
+        )
+        digests = WrittenDigests(written)
+        digests.begin(part.cuts(batch, held))
+        while not digests.advance():
+            pass
+        digests.changed_pages()
+        digests.landed()
+        for _ in landed.compare(digests.encoded()):
+            pass
 
-        def reads() -> Sequence[RankRead] | None:
-            if not route.is_ready():
-                return None
-            return [
-                self._compared(route.read(plan, blocks, guard), plan, source, destination, blocks)
-                for plan in route.own_plans(0)
-            ]
-
-        self._await(Read("trial", reads, time.monotonic() + TRIAL_SECONDS), destination.memory.scratch)
-        self._transport = links[0].name
-        route.close()
-
-    def _compared(
-        self, read: RankRead, plan: PairPlan, source: Side, destination: Side, blocks: Sequence[GroupBlocks]
-    ) -> RankRead:
-        table, compared = source.memory.table, destination.memory.compared
-        if table is None or compared is None:
-            return read
-        comparison = PairDigests(plan, table.entry, source.memory.integrity).comparison(blocks)
-        return replace(read, comparison=comparison, digests=compared)
-
-    def _await(self, read: Read, scratch: Scratch) -> None:
-        """Run the read on a transfer thread, and wait until the device has put all bytes in place: the transport that
-        reads them next waits for no stream.
-        """
-        executor = Executor(scratch, self._cores, self._order)
-        try:
-            executor.submit(read)
-            results = executor.collect(TRIAL_SECONDS + 1.0)
-        finally:
-            executor.close()
-        if not results:
-            raise late()
-        if results[0].error is not None:
-            raise results[0].error
-        _await_mark(results[0].landing)
-
-    def _failed(self, error: KVFerryError, done: Sequence[Strategy]) -> TransportError:
-        strategy = self._strategies[len(done)]
-        device = self._engine.memory.shard.regions[0].device
-        if done:
-            remedy = f'Set "strategy" to "{done[-1]}": that has passed.'
-        elif error.reason is Reason.INTEGRITY_MISMATCH:
+    def _failed(self, error: KVFerryError) -> TransportError:
+        device = self._engine.shard.regions[0].device
+        if error.reason is Reason.INTEGRITY_MISMATCH:
             remedy = 'Set "integrity" to "off" to see whether the bytes or their sums are wrong, and report it.'
         else:
             remedy = (
                 f'Try another "layout" or "transport" (`kvferry doctor --device {device}` tries every layout), and '
                 f"leave UCX_TLS unset. {error.remedy}"
             )
-        where = f"{device}, layout {self._layout}, strategy {strategy}, transport {self._transport}"
+        where = f"{device}, layout {self._layout}, transport {self._transport}"
         return TransportError(Reason.TRIAL_FAILED, f"the trial at start failed ({where}): {error.message}", remedy)
 
 

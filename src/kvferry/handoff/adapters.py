@@ -1,6 +1,6 @@
 """The adapter (LoRA) of a prompt that moves between two engines: compared by name and by weights.
 
-The name is part of the prompt's digest. The weights are not: an engine of an older version compares names alone.
+The name is part of the prompt's digest. The weights are not, and are compared apart.
 """
 
 from typing import Annotated
@@ -37,8 +37,7 @@ def compare_adapters(name: str, prefill: str, decode: str) -> None:
     kvferry.errors.HandoffError: the adapter 'sql' may have other weights on each engine: prefill does not say which, \
 decode has '0a'. Look for unknown-weights in the log of the engine that does not say which. A line with it says why \
 the weights are unknown there, such as those of a hub's adapter without a commit or of files that have changed, and \
-what to do. Without such a line its kvferry is of an earlier version, which compares names alone: update it. \
-[adapter-mismatch]
+what to do. [adapter-mismatch]
     >>> compare_adapters("sql", "0a", "0b")
     Traceback (most recent call last):
     ...
@@ -62,6 +61,5 @@ files as vLLM has read them. [adapter-mismatch]
         f"the adapter {name!r} may have other weights on each engine: {', '.join(said)}.",
         f"Look for {Reason.UNKNOWN_WEIGHTS.value} in the log of the engine that does not say which. A line with it "
         "says why the weights are unknown there, such as those of a hub's adapter without a commit or of files that "
-        "have changed, and what to do. Without such a line its kvferry is of an earlier version, which compares names "
-        "alone: update it.",
+        "have changed, and what to do.",
     )

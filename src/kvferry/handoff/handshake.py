@@ -20,8 +20,6 @@ from kvferry.layout.shard import Shard, decode_shard
 
 TELL_SECONDS = 2.0
 """How long a handshake that fails waits until the prefill engine knows why."""
-TELLS_SINCE = 10
-"""The first version that has :class:`HandshakeRefused`."""
 _REASONS = {
     "kv_dtype": Reason.DTYPE_MISMATCH,
     "compute_dtype": Reason.DTYPE_MISMATCH,
@@ -84,7 +82,7 @@ def fetch_directory(
     The request names ``epoch``. A prefill engine that this side refuses is told why. Raises :class:`HandoffError`
     (peer-unreachable, permission-denied, protocol-mismatch, peer-changed, or a mismatch of the identity).
     """
-    question = DirectoryRequest(OURS.oldest, sender, OURS.newest)
+    question = DirectoryRequest(OURS.oldest, OURS.newest, sender)
     answer = client.ask(host, port, question, timeout_seconds, trust, is_trusted=is_trusted)
     if not isinstance(answer, Directory):
         raise HandoffError(
@@ -117,10 +115,10 @@ def tell_refusal(
     """Tell a prefill engine, with the version and epoch of its directory, why this side refuses it, so that the log of
     that engine says so too.
 
-    Waits for at most :data:`TELL_SECONDS`. An engine of version 9 has no such message, and is told nothing; nor is an
-    engine that was restarted, which is no fault of either side.
+    Waits for at most :data:`TELL_SECONDS`. An engine that was restarted is told nothing: that is no fault of either
+    side.
     """
-    if version < TELLS_SINCE or error.reason is Reason.PEER_CHANGED:
+    if error.reason is Reason.PEER_CHANGED:
         return
     told = HandshakeRefused.of(error, version=version, epoch=epoch, sender=sender)
     with suppress(KVFerryError):

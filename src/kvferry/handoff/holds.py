@@ -1,19 +1,19 @@
-"""Holds: the prompts whose blocks a prefill engine keeps for a decode engine, for a pull and for a push.
+"""Holds: the prompts whose blocks a prefill engine keeps for a decode engine.
 
 Pure: messages and the time are inputs. A hold is *open* from the first block of its prompt, *held* under a lease from
 the prompt's end, and *ended* by a release, by the end of its lease, or because the engine drops the prompt.
 :meth:`Holds.take_ended` returns each ended hold once. Only then may the engine free the blocks, and only after every
-rank has cleared the hold's guard word.
+rank has ended the writes of the hold.
 
-A request id and a generation name a pull's hold; the decode engine learns both from the prefill engine's answer.
-Nobody can guess a generation: a message that names one comes from who has read that answer. The
-router's transfer id names a push's hold; decode engines know the id before the prefill engine has the prompt: an
-unknown transfer may still begin, an ended one is remembered.
+A hold has one of two kinds of :class:`Handle`. The request's id and a generation name a hold of this engine; the decode
+engine learns both from the prefill engine's answer. Nobody can guess a generation: a message that names one comes from
+who has read that answer. A router's transfer id names the hold of a *transfer*; decode engines know the id before the
+prefill engine has the prompt: an unknown transfer may still begin, an ended one is remembered. Announcements name both
+by a transfer id, :func:`transfer_of` the handle.
 """
 
 import re
 import secrets
-from collections import deque
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
@@ -29,8 +29,11 @@ RENEWED_LEASE_SECONDS = 10.0
 """The longest lease that a renewal grants. A decode engine renews several times in this time, so a hold that its decode
 engine has renewed ends soon after the renewals stop."""
 TRANSFER_GENERATION = 0
-"""The generation in every handle of a push: a router makes each transfer id once."""
+"""The generation in every handle of a transfer: a router makes each transfer id once."""
 GENERATION_BITS = 62
+HOLD_PREFIX = "hold:"
+"""The begin of the transfer ids of holds of this engine; a router's transfer id that begins so is refused."""
+_HOLD_ID = re.compile(f"{HOLD_PREFIX}([0-9a-f]{{16}})")
 _SAMPLE_PREFIX = re.compile(r"^\d+_")
 
 
@@ -43,9 +46,34 @@ def sampling_family(request_id: str) -> str:
     return _SAMPLE_PREFIX.sub("", request_id)
 
 
+def transfer_of(handle: Handle) -> str:
+    """Return the transfer id by which destinations announce blocks for the hold with this handle.
+
+    Only who knows the generation knows the transfer id of a hold of this engine.
+
+    >>> transfer_of(Handle("a", 0x2B)), transfer_of(Handle("x", TRANSFER_GENERATION))
+    ('hold:000000000000002b', 'x')
+    """
+    if handle.generation == TRANSFER_GENERATION:
+        return handle.request_id
+    return f"{HOLD_PREFIX}{handle.generation:016x}"
+
+
+def is_of_hold(transfer_id: str) -> bool:
+    """Return whether a transfer id is that of a hold of the prefill engine, not a router's."""
+    return transfer_id.startswith(HOLD_PREFIX)
+
+
 def handle_of_transfer(transfer_id: str) -> Handle:
-    """Return the handle of a transfer's hold."""
-    return Handle(transfer_id, TRANSFER_GENERATION)
+    """Return a handle that names the hold with this transfer id to its engine.
+
+    The generation alone names a hold of that engine, so the handle does without the request's id.
+
+    >>> handle_of_transfer("x"), handle_of_transfer("hold:000000000000002b").generation
+    (Handle(request_id='x', generation=0), 43)
+    """
+    found = _HOLD_ID.fullmatch(transfer_id)
+    return Handle(transfer_id, TRANSFER_GENERATION if found is None else int(found[1], 16))
 
 
 def check_epoch(epoch: int, own: int, who: str = "engine") -> None:
@@ -69,8 +97,8 @@ class Lease(msgspec.Struct, frozen=True):
 
     A decode engine computes ``end`` from the moment at which it *sent* a granted renewal, so its view ends before the
     prefill engine's. The first lease starts with the prefill engine's answer, which travels through a router: counted
-    from the request's arrival, it may end late until the first renewal corrects it. Leases serve liveness only; guard
-    words prove that bytes are right.
+    from the request's arrival, it may end late until the first renewal corrects it. Leases serve liveness only: a write
+    ends by the source's own hand.
 
     >>> lease = Lease.granted(sent_at=10.0, seconds=60.0)
     >>> lease.end, lease.is_over(69.0), lease.is_over(70.0)
@@ -96,7 +124,7 @@ class Lease(msgspec.Struct, frozen=True):
 class Ending(StrEnum):
     """Why a hold ended: a release; no decode engine came within the first lease; the decode engine's renewals stopped;
     the hold reached the greatest age; the engine dropped the prompt, reset its cache, or drains and refused the prompt;
-    the engine needed the blocks or the slot of a hold that yields.
+    the engine needed the blocks or the room of a hold that yields.
     """
 
     RELEASED = "released"
@@ -110,16 +138,15 @@ class Ending(StrEnum):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """The blocks of one request. ``slot`` is the place of a pull's guard word; a push has none.
+    """The blocks of one request.
 
     ``held_at`` is the time at which the request finished; ``is_renewed`` says whether a decode engine has renewed the
-    hold. A hold that ``yields`` ends when its engine needs the blocks or the slot, or drains: the engine
-    that loads it can compute the tokens too.
+    hold. A hold that ``yields`` ends when its engine needs the blocks or the room, or drains: the engine that loads it
+    can compute the tokens too.
     """
 
     handle: Handle
     request_id: str
-    slot: int | None = None
     lease: Lease | None = None
     held_at: float | None = None
     is_renewed: bool = False
@@ -134,6 +161,11 @@ class Hold(msgspec.Struct, frozen=True):
     def is_transfer(self) -> bool:
         """Whether the router's transfer id names the hold."""
         return self.handle.generation == TRANSFER_GENERATION
+
+    @property
+    def transfer_id(self) -> str:
+        """The transfer id of the hold, as :func:`transfer_of`."""
+        return transfer_of(self.handle)
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -155,9 +187,9 @@ class Holds:
     ``epoch`` names this process since its start or its last reset; messages for an earlier epoch are refused. The first
     lease of a hold takes ``lease_seconds``, since a router may be slow. A renewal grants ``renewed_lease_seconds`` from
     then on, which may end earlier than the first lease: a decode engine that has renewed and stops has gone. No hold
-    outlives ``max_hold_seconds``.
+    outlives ``max_hold_seconds``. At most ``max_holds`` holds are no transfers.
 
-    >>> holds = Holds(epoch=7, num_slots=2, lease_seconds=60)
+    >>> holds = Holds(epoch=7, max_holds=2, lease_seconds=60)
     >>> hold = holds.begin("a")
     >>> holds.hold("a", now=0.0).lease.end
     60.0
@@ -171,19 +203,21 @@ class Holds:
     """
 
     def __init__(
-        self, epoch: int, num_slots: int, lease_seconds: float, max_hold_seconds: float = float("inf")
+        self, epoch: int, max_holds: int, lease_seconds: float, max_hold_seconds: float = float("inf")
     ) -> None:
         self.epoch = epoch
         self.lease_seconds = lease_seconds
         self.renewed_lease_seconds = min(lease_seconds, RENEWED_LEASE_SECONDS)
         self._max_hold_seconds = max_hold_seconds
         self._is_draining = False
-        self._holds: dict[str, Hold] = {}
-        self._name_of: dict[str, str] = {}
-        self._families: dict[str, set[str]] = {}
-        self._of_generation: dict[int, str] = {}
-        # The slot that has been free for longest is used first: a decode engine that comes late finds it cleared.
-        self._free_slots = deque(range(num_slots))
+        self._max_holds = max_holds
+        self._holds: dict[Handle, Hold] = {}
+        self._open_of: dict[str, Handle] = {}
+        """The handle of each request's open hold."""
+        self._own_of: dict[str, Handle] = {}
+        """The handle of each request's hold, open or held, that is no transfer."""
+        self._families: dict[str, set[Handle]] = {}
+        self._of_generation: dict[int, Handle] = {}
         self._ended_transfers: Bounded[str, None] = Bounded(MAX_REMEMBERED)
         self._ended: list[Ended] = []
         self._expires_at = float("inf")
@@ -211,65 +245,66 @@ class Holds:
     # The engine's requests.
 
     def begin(self, request_id: str) -> Hold | None:
-        """Open a pull's hold and give it a slot; a preempted request that begins again keeps its hold.
+        """Open a hold of this engine; a preempted request that begins again keeps its hold.
 
-        Where all slots are taken, the oldest hold that yields ends. None where the request cannot be held: all slots
-        are taken, a finished request of the same id is still held, the id is too long for a message, or the engine
-        drains.
+        Where ``max_holds`` are taken, the oldest hold that yields ends. None where the request cannot be held: all are
+        taken, a finished request of the same id is still held, the request serves a transfer, the id is too long for a
+        message, or the engine drains.
         """
-        hold = self._holds.get(request_id)
-        if hold is not None:
+        if (handle := self._open_of.get(request_id) or self._own_of.get(request_id)) is not None:
+            hold = self._holds[handle]
             return None if hold.is_held or hold.is_transfer else hold
-        if not self._free_slots:
-            self._yield_slot()
-        if self._is_draining or not self._free_slots or len(request_id) > MAX_IDENTIFIER_LENGTH:
+        if len(self._own_of) >= self._max_holds:
+            self._yield_room()
+        if self._is_draining or len(self._own_of) >= self._max_holds or len(request_id) > MAX_IDENTIFIER_LENGTH:
             return None
-        hold = Hold(Handle(request_id, _new_generation()), request_id, self._free_slots.popleft())
-        self._families.setdefault(sampling_family(request_id), set()).add(request_id)
-        self._of_generation[hold.handle.generation] = request_id
-        return self._open(hold)
+        handle = Handle(request_id, _new_generation())
+        self._own_of[request_id] = self._of_generation[handle.generation] = handle
+        self._families.setdefault(sampling_family(request_id), set()).add(handle)
+        return self._open(Hold(handle, request_id))
 
     def begin_transfer(self, transfer_id: str, request_id: str) -> Hold | None:
-        """Open a push's hold for this request; a preempted request that begins again keeps its hold.
+        """Open the hold of a router's transfer for this request; a preempted request that begins again keeps its hold.
 
-        None where the transfer has ended, or where another request, such as a parallel sample, serves the transfer. In
-        an engine that drains an unknown transfer ends, so that its announcements are refused.
+        None where the transfer has ended, where another request, such as a parallel sample, serves the transfer, where
+        the request has another open hold, and for a transfer id of a hold. In an engine that drains an unknown transfer
+        ends, so that its announcements are refused.
         """
-        if transfer_id in self._ended_transfers:
+        if transfer_id in self._ended_transfers or is_of_hold(transfer_id):
             return None
-        hold = self._holds.get(transfer_id)
-        if hold is None and self._is_draining:
-            self._end_unbegun(handle_of_transfer(transfer_id), Ending.REFUSED)
+        handle = Handle(transfer_id, TRANSFER_GENERATION)
+        hold = self._holds.get(handle)
+        if hold is not None:
+            return hold if hold.request_id == request_id and not hold.is_held else None
+        if self._is_draining:
+            self._end_unbegun(handle, Ending.REFUSED)
             return None
-        if hold is None:
-            return self._open(Hold(handle_of_transfer(transfer_id), request_id))
-        is_same = hold.is_transfer and hold.request_id == request_id
-        return hold if is_same and not hold.is_held else None
+        return None if request_id in self._open_of else self._open(Hold(handle, request_id))
 
     def open_hold(self, request_id: str) -> Hold | None:
         """Return the hold of a request that has begun and not finished."""
-        name = self._name_of.get(request_id)
-        return None if name is None else self._holds[name]
+        handle = self._open_of.get(request_id)
+        return None if handle is None else self._holds[handle]
 
     def hold(self, request_id: str, now: float) -> Hold | None:
         """Start the lease of a finished request; None if it has no open hold."""
         hold = self.open_hold(request_id)
         if hold is None:
             return None
-        del self._name_of[request_id]
+        del self._open_of[request_id]
         return self._extend(msgspec.structs.replace(hold, held_at=now), now)
 
     def hold_yielding(self, request_id: str, now: float, seconds: float) -> Hold | None:
         """Hold a finished request that has no open hold, under a first lease of ``seconds``; None as :meth:`begin`."""
         if (hold := self.begin(request_id)) is None:
             return None
-        del self._name_of[request_id]
+        del self._open_of[request_id]
         return self._lease(msgspec.structs.replace(hold, held_at=now, yields=True), now + seconds)
 
-    def yield_blocks(self, request_ids: Iterable[str]) -> None:
+    def yield_blocks(self, handles: Iterable[Handle]) -> None:
         """End those of these holds that yield: the engine gives their blocks to others."""
-        for request_id in request_ids:
-            hold = self._holds.get(request_id)
+        for handle in handles:
+            hold = self._holds.get(handle)
             if hold is not None and hold.yields:
                 self._end(hold, Ending.YIELDED)
 
@@ -281,8 +316,9 @@ class Holds:
 
     def drop_transfer(self, transfer_id: str) -> None:
         """End a transfer whose request ended before its hold began, unless another request serves the transfer."""
-        if transfer_id not in self._holds:
-            self._end_unbegun(handle_of_transfer(transfer_id), Ending.DROPPED)
+        handle = Handle(transfer_id, TRANSFER_GENERATION)
+        if handle not in self._holds:
+            self._end_unbegun(handle, Ending.DROPPED)
 
     def drain(self) -> None:
         """Begin no more holds; those that have begun go on, unless they yield."""
@@ -305,7 +341,7 @@ class Holds:
         check_epoch(epoch, self.epoch)
         lost = []
         for handle in handles:
-            if (hold := self._named(handle)) is not None:
+            if (hold := self._holds.get(handle)) is not None:
                 for member in self._family(hold):
                     self._renew(member, now)
             elif handle.generation != TRANSFER_GENERATION or handle.request_id in self._ended_transfers:
@@ -316,7 +352,8 @@ class Holds:
         """End holds that the decode engine no longer uses; ignore ended ones. Raises as :func:`check_epoch`.
 
         Each parallel sample of one prompt has a hold, but the decode engine knows one of them: a release ends all held
-        ones of the family. The generation alone names a pull's hold here. A transfer ends whether its hold is held,
+        ones of the family. The generation alone names a hold of this engine here: parameters that were changed on their
+        way fail, and their hold must not stay for it. A transfer ends whether its hold is held,
         open or has not begun, and in any epoch: its prompt may begin after the change of the epoch that the decode
         engine knows. Raises :class:`HandoffError` (deadline-exceeded) where :data:`MAX_REMEMBERED` ends wait for the
         engine's next step.
@@ -326,7 +363,7 @@ class Holds:
             check_epoch(epoch, self.epoch)
         unbegun = []
         for handle in handles:
-            hold = self._named(handle) or self._misnamed(handle)
+            hold = self._holds.get(self._of_generation.get(handle.generation, handle))
             if hold is None:
                 if handle.generation == TRANSFER_GENERATION:
                     unbegun.append(handle)
@@ -367,44 +404,31 @@ class Holds:
         """Return the state as plain data: holds with their lease's remaining seconds, and the ended ones not taken."""
         return {
             "holds": {
-                name: (hold.request_id, hold.slot, None if hold.lease is None else hold.lease.remaining(now))
-                for name, hold in sorted(self._holds.items())
+                hold.transfer_id: (hold.request_id, None if hold.lease is None else hold.lease.remaining(now))
+                for hold in sorted(self._holds.values(), key=lambda hold: hold.handle)
             },
-            "num_free_slots": len(self._free_slots),
-            "ended": [(ended.handle.request_id, ended.ending.value) for ended in self._ended],
+            "num_free": self._max_holds - len(self._own_of),
+            "ended": [(transfer_of(ended.handle), ended.ending.value) for ended in self._ended],
         }
-
-    def _named(self, handle: Handle) -> Hold | None:
-        hold = self._holds.get(handle.request_id)
-        return hold if hold is not None and hold.handle == handle else None
-
-    def _misnamed(self, handle: Handle) -> Hold | None:
-        """Return the pull's hold of a handle's generation, whatever id the handle gives.
-
-        Parameters that were changed on their way fail, and their hold must not stay for it. Nobody can guess a
-        generation.
-        """
-        name = self._of_generation.get(handle.generation)
-        return None if name is None else self._holds[name]
 
     def _family(self, hold: Hold) -> list[Hold]:
         """Return the holds of all parallel samples of a prompt; a transfer has one hold."""
         if hold.is_transfer:
             return [hold]
-        return [self._holds[name] for name in sorted(self._families[sampling_family(hold.request_id)])]
+        return [self._holds[handle] for handle in sorted(self._families[sampling_family(hold.request_id)])]
 
     def _open(self, hold: Hold) -> Hold:
-        self._holds[hold.handle.request_id] = hold
-        self._name_of[hold.request_id] = hold.handle.request_id
+        self._holds[hold.handle] = hold
+        self._open_of[hold.request_id] = hold.handle
         return hold
 
-    def _yield_slot(self) -> None:
+    def _yield_room(self) -> None:
         oldest = next((hold for hold in self._holds.values() if hold.yields and not hold.is_renewed), None)
         if oldest is not None:
             self._end(oldest, Ending.YIELDED)
 
     def _renew(self, hold: Hold, now: float) -> None:
-        renewed = self._holds[hold.handle.request_id] = msgspec.structs.replace(hold, is_renewed=True)
+        renewed = self._holds[hold.handle] = msgspec.structs.replace(hold, is_renewed=True)
         if renewed.is_held:
             self._extend(renewed, now)
 
@@ -417,34 +441,33 @@ class Holds:
         assert hold.held_at is not None
         lease = Lease(min(end, hold.held_at + self._max_hold_seconds))
         self._expires_at = min(self._expires_at, lease.end)
-        held = self._holds[hold.handle.request_id] = msgspec.structs.replace(hold, lease=lease)
+        held = self._holds[hold.handle] = msgspec.structs.replace(hold, lease=lease)
         return held
 
     def _end(self, hold: Hold, ending: Ending) -> None:
-        del self._holds[hold.handle.request_id]
+        del self._holds[hold.handle]
         if not hold.is_held:
-            del self._name_of[hold.request_id]
-        if hold.slot is not None:
-            self._free_slots.append(hold.slot)
+            del self._open_of[hold.request_id]
         if hold.is_transfer:
             self._ended_transfers[hold.handle.request_id] = None
         else:
-            del self._of_generation[hold.handle.generation]
+            del self._own_of[hold.request_id], self._of_generation[hold.handle.generation]
             family = self._families[sampling_family(hold.request_id)]
-            family.discard(hold.request_id)
+            family.discard(hold.handle)
             if not family:
                 del self._families[sampling_family(hold.request_id)]
         self._ended.append(Ended(hold.handle, ending, hold))
 
     def _end_unbegun(self, handle: Handle, ending: Ending) -> None:
         """End a transfer that has not begun: ranks may have announcements for it."""
-        if handle.request_id not in self._ended_transfers:
-            self._ended_transfers[handle.request_id] = None
+        transfer_id = handle.request_id
+        if transfer_id not in self._ended_transfers and not is_of_hold(transfer_id):
+            self._ended_transfers[transfer_id] = None
             self._ended.append(Ended(handle, ending, None))
 
 
 def _new_generation() -> int:
-    """Return a random number that no other pull's hold of this epoch has, and no push's."""
+    """Return a random number that no other hold of this epoch has, and no transfer."""
     return secrets.randbits(GENERATION_BITS) or 1
 
 
@@ -457,10 +480,10 @@ def _no_step(num_ended: int) -> HandoffError:
 
 
 def engine_drains(transfer_id: str) -> HandoffError:
-    """Return the error of a push whose prompt came to an engine that drains."""
+    """Return the error of a transfer whose prompt came to an engine that drains."""
     return HandoffError(
         Reason.DRAINING,
-        f"the prefill engine drains and takes no more prompts: {transfer_id} is not pushed.",
+        f"the prefill engine drains and takes no more prompts: {transfer_id} is not computed.",
         "Send the prompt again, to another prefill engine: take this one out of the router.",
     )
 

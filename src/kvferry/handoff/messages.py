@@ -3,9 +3,9 @@
 A message is a msgpack map with a ``type`` tag. A server answers a message that does not decode with a
 :class:`Refusal` and goes on.
 
-Fields that a message does not know are ignored, and every field that was added after version 9 has a default: so an
-engine reads the messages of the version before and of the version after its own. ``docs/contributing.md`` says how to
-add a field.
+Fields that a message does not know are ignored, and a field that is added after version 1 has a default: so an engine
+can read the messages of the version before and of the version after its own. ``docs/contributing.md`` says how to add a
+field.
 """
 
 from collections import OrderedDict
@@ -18,9 +18,8 @@ from kvferry.handoff.adapters import AdapterDigest
 from kvferry.handoff.wire.addresses import check_host
 from kvferry.transport.end_points import ProcessIdentity
 
-PROTOCOL_VERSION = 10
-OLDEST_PROTOCOL_VERSION = 9
-"""Of the versions that this engine speaks. An engine of an older version is refused (protocol-mismatch)."""
+PROTOCOL_VERSION = 1
+"""An engine that does not speak it is refused (protocol-mismatch)."""
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Limit of an answer: a directory of many ranks is long."""
 MAX_QUESTION_BYTES = 4 * 1024 * 1024
@@ -31,7 +30,7 @@ MAX_ANNOUNCED_BLOCKS = 1 << 18
 """Limit for all groups of an announcement together: keeps the question within ``MAX_QUESTION_BYTES``."""
 MAX_ANNOUNCED_GROUPS = 256
 MAX_DIGEST_BYTES = 1 << 20
-"""Limit of the digests of one push."""
+"""Limit of the digests of one write."""
 MAX_TEXT_LENGTH = 4096
 FIRST_WEIGHTS = "default"
 """The version of the weights that an engine has loaded at its start, by vLLM's name."""
@@ -44,11 +43,13 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
 Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
+Digests = Literal["off", "sample", "full"]
+"""Which bytes two ranks compare by digests, see :class:`kvferry.plan.digest_cells.Integrity`."""
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
 
 
 class Handle(msgspec.Struct, frozen=True, order=True):
-    """The name of one hold of a prefill engine: no two pulled holds of an epoch share a generation."""
+    """The name of one hold of a prefill engine, see :mod:`kvferry.handoff.holds`."""
 
     request_id: Identifier
     generation: Unsigned
@@ -84,61 +85,33 @@ class EndPoint(msgspec.Struct, frozen=True, order=True):
         check_host(self.host)
 
 
-class DigestRows(msgspec.Struct, frozen=True):
-    """Where a rank's rows of digests begin, one for each block, and those of stretches in which a prompt ends."""
-
-    address: Unsigned
-    open_address: Unsigned
-
-
-class DigestTable(msgspec.Struct, frozen=True):
-    """Where a rank keeps digests of its blocks, which ones (``sample``, ``full``), and the seed of the sample.
-
-    See :mod:`kvferry.execution.digests`. A rank that pushes has no table: addresses and ``seed`` are 0, and ``kept``
-    says what the rank computes for a destination that asks.
-    """
-
-    kept: Literal["sample", "full"]
-    address: Unsigned
-    seed: Unsigned
-    open_address: Unsigned = 0
-    """Where the digests of stretches begin in which a prompt ends; 0 for a rank that keeps them in the rows only."""
-    slices: DigestRows | None = None
-    """The sample of cells of a sliced grid; None for a rank that samples whole cells only."""
-
-
 class RankEntry(msgspec.Struct, frozen=True):
     """One rank of a prefill engine: where its cache lies and how to reach the cache.
 
     ``shard`` is an encoded :class:`kvferry.layout.Shard`, ``end_points`` maps a transport's name to its end point.
-    ``words_address`` is the address of the rank's ``num_words`` guard words, 16 bytes each (see
-    :mod:`kvferry.execution.guard_words`). A rank that pushes answers at ``push_end_point``; ``process`` is the process
-    that writes, whose end a destination on the same host can prove.
+    The rank answers at ``answers_at``. ``process`` is the process that writes, whose end a destination on the same host
+    can prove. ``digests`` says what the rank computes for destinations that ask.
     """
 
     tp_rank: Unsigned
     pp_rank: Unsigned
     shard: Payload
     end_points: dict[Identifier, Payload]
-    words_address: Unsigned
-    num_words: Unsigned
-    push_end_point: EndPoint | None = None
+    answers_at: EndPoint
     process: ProcessIdentity | None = None
-    digests: DigestTable | None = None
-    held_end_point: EndPoint | None = None
-    """Where a rank that holds prompts is asked to write them; None for one that does not write."""
+    digests: Digests = "off"
 
 
 class DirectoryRequest(msgspec.Struct, frozen=True, tag="directory-request", tag_field="type"):
     """Asks a prefill engine for its ranks, and opens a handshake. ``sender`` is for the log only.
 
     ``version`` is the oldest version that the decode engine speaks, ``newest`` the newest one: the answer is in the
-    lower of both engines' newest. An engine of version 9 says no ``newest``.
+    lower of both engines' newest.
     """
 
     version: Unsigned
+    newest: Unsigned
     sender: Identifier
-    newest: Unsigned = 0
 
 
 class Directory(msgspec.Struct, frozen=True, tag="directory", tag_field="type"):
@@ -157,7 +130,7 @@ class Directory(msgspec.Struct, frozen=True, tag="directory", tag_field="type"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew", tag_field="type"):
-    """Extends the leases of holds that the decode engine still means to read."""
+    """Extends the leases of holds that the decode engine still means to load."""
 
     epoch: Unsigned
     handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
@@ -172,7 +145,7 @@ class Renewed(msgspec.Struct, frozen=True, tag="renewed", tag_field="type"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release", tag_field="type"):
-    """Ends holds: no rank of the decode engine reads them any more. Idempotent."""
+    """Ends holds: no rank of the decode engine loads them any more. Idempotent."""
 
     epoch: Unsigned
     handles: Annotated[tuple[Handle, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
@@ -215,26 +188,14 @@ class StillWriting(msgspec.Struct, frozen=True, tag="still-writing", tag_field="
     request_ids: Annotated[tuple[Identifier, ...], msgspec.Meta(max_length=MAX_REQUESTS_PER_MESSAGE)]
 
 
-class Reopened(msgspec.Struct, frozen=True, tag="reopened", tag_field="type"):
-    """A rank tells its own engine that a fence has closed its transports: its memory has these end points now.
-
-    The report with the largest ``number`` counts. ``secret`` never leaves the engine.
-    """
-
-    secret: Annotated[bytes, msgspec.Meta(max_length=64)]
-    rank: Unsigned
-    number: Unsigned
-    end_points: dict[Identifier, Payload]
-
-
 class Noted(msgspec.Struct, frozen=True, tag="noted", tag_field="type"):
     """Acknowledges every question that asks for nothing more: the process in this epoch has it, and acts on it."""
 
     epoch: Unsigned
 
 
-class PushKey(msgspec.Struct, frozen=True, order=True):
-    """The name of one push to one destination rank, the ``receiver``, which uses each number once in an epoch.
+class WriteKey(msgspec.Struct, frozen=True, order=True):
+    """The name of one write to one destination rank, the ``receiver``, which uses each number once in an epoch.
 
     Replicas of an engine may share the name ``receiver``: only name and epoch together name a process. The number is
     random: a report that names it comes from a source that the receiver has told it.
@@ -276,66 +237,47 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
     shard: Payload
     end_points: dict[Identifier, Payload]
     answers_at: EndPoint
-    registration: Unsigned = 0
-    token: Unsigned = 0
-
-
-class Met(msgspec.Struct, frozen=True, tag="met", tag_field="type"):
-    """A source rank, in this epoch, tells a destination rank that it was introduced and has connected to the rank.
-
-    Only ranks that name a ``held_end_point`` say so.
-    """
-
-    epoch: Unsigned
-    receiver: Identifier
-    receiver_epoch: Unsigned
     registration: Unsigned
+    token: Unsigned
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     """A destination rank's blocks are ready to be written, from now on for ``seconds``.
 
-    The router gave both engines the ``transfer_id`` of this request. ``num_tokens`` and ``prompt_digest`` name the
-    prompt, ``digest`` names the part of the plan that this source writes. The blocks are those of one ``registration``
-    of the destination's memory: an announcement that a fence overtook must not reach memory that is open again.
-    ``integrity`` says which digests the destination compares, with ``is_sliced`` those of slices. ``adapter`` is the
-    digest of the weights of the prompt's adapter, empty where there is none and in version 9. For a held prompt the
-    ``transfer_id`` is the guard word of its hold, in hexadecimal; a source to which the word may come late waits
-    ``late_seconds`` for it. ``token`` is that of the :class:`Introduce`.
+    The ``transfer_id`` names the source's hold (see :func:`kvferry.handoff.holds.transfer_of`), ``engine_epoch`` is the
+    epoch in which the destination knows the source's engine: after a reset the blocks of a hold are others.
+    ``num_tokens`` and ``prompt_digest`` name the prompt, ``digest`` names the part of the plan that this source writes.
+    The blocks are those of one ``registration`` of the destination's memory: an announcement that a fence overtook must
+    not reach memory that is open again. ``integrity`` says which digests the destination compares. ``adapter`` is the
+    digest of the weights of the prompt's adapter, empty where there is none. A source that may be told late of a hold
+    waits ``late_seconds`` for it. ``token`` is that of the :class:`Introduce`.
     """
 
     epoch: Unsigned
-    key: PushKey
+    engine_epoch: Unsigned
+    key: WriteKey
     registration: Unsigned
+    token: Unsigned
     transfer_id: Identifier
     num_tokens: Unsigned
     prompt_digest: Identifier
     blocks: Annotated[tuple[AnnouncedBlocks, ...], msgspec.Meta(min_length=1, max_length=MAX_ANNOUNCED_GROUPS)]
     digest: Identifier
     seconds: LeaseSeconds
-    integrity: Literal["off", "sample", "full"] = "off"
-    adapter: AdapterDigest = ""
-    late_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEASE_SECONDS)] = 0.0
-    is_sliced: bool = False
-    token: Unsigned = 0
-
-
-class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):
-    """Answers :class:`Announce`. The source writes over this ``transport`` only; empty where that is still open."""
-
-    epoch: Unsigned
-    transport: Text
+    integrity: Digests
+    adapter: AdapterDigest
+    late_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEASE_SECONDS)]
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke", tag_field="type"):
     """The destination wants its blocks back: stop writing. Asked again until the answer says ``is_quiet``."""
 
     epoch: Unsigned
-    key: PushKey
+    key: WriteKey
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
-    """Answers :class:`Revoke`. With ``is_quiet`` no byte of this push lands any more.
+    """Answers :class:`Revoke`. With ``is_quiet`` no byte of this write lands any more.
 
     With ``may_land`` the source writes no more, but a write has failed in a connection that may still deliver it: no
     later answer will be ``is_quiet``.
@@ -346,16 +288,15 @@ class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
     may_land: bool = False
 
 
-class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
+class Written(msgspec.Struct, frozen=True, tag="written", tag_field="type"):
     """A source reports that its whole part has landed; ``digest`` is that of the announcement.
 
     ``digests`` are those of the bytes that the announcement asks for, 8 bytes each (see
-    :mod:`kvferry.execution.push_digests`). ``adapter`` is that of the announcement, with which the source has compared
-    its own; an engine of version 9 has not, and says none. The other fields are for the destination's log: bytes,
-    descriptors, transport and seconds of transfer.
+    :mod:`kvferry.execution.digests`). The other fields are for the destination's log: bytes, descriptors, transport and
+    seconds of transfer.
     """
 
-    key: PushKey
+    key: WriteKey
     source_index: Unsigned
     digest: Identifier
     num_bytes: Unsigned
@@ -363,7 +304,6 @@ class Pushed(msgspec.Struct, frozen=True, tag="pushed", tag_field="type"):
     transport: Text
     transfer_seconds: Annotated[float, msgspec.Meta(ge=0)]
     digests: Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)] = b""
-    adapter: AdapterDigest = ""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -392,7 +332,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class HandshakeRefused(Failure, frozen=True, kw_only=True, tag="handshake-refused", tag_field="type"):
-    """A decode rank tells a prefill engine, for the engine's log, why the rank does not load from it. Since version 10.
+    """A decode rank tells a prefill engine, for the engine's log, why the rank does not load from it.
 
     The decode rank compares: without this message only the decode engine's log would say why nothing is loaded.
     """
@@ -402,15 +342,27 @@ class HandshakeRefused(Failure, frozen=True, kw_only=True, tag="handshake-refuse
     sender: Identifier
 
 
-class PushFailed(Failure, frozen=True, kw_only=True, tag="push-failed", tag_field="type"):
-    """A source reports that it gave a push up and writes no more.
+class WriteFailed(Failure, frozen=True, kw_only=True, tag="write-failed", tag_field="type"):
+    """A source reports that it gave a write up and writes no more.
 
-    ``may_land`` says whether a write has failed in a connection that may still deliver it; version 9 does not say.
+    ``may_land`` says whether the write has failed in a connection that may still deliver it.
     """
 
-    key: PushKey
+    key: WriteKey
     source_index: Unsigned
-    may_land: Literal["unsaid", "no", "yes"] = "unsaid"
+    may_land: bool
+
+
+class Announced(msgspec.Struct, frozen=True, tag="announced", tag_field="type"):
+    """Answers :class:`Announce`. The source writes over this ``transport`` only; empty where that is still open.
+
+    An announcement that is asked again is answered with ``over``, the report of a write that has ended: the report that
+    the source sent may be lost.
+    """
+
+    epoch: Unsigned
+    transport: Text
+    over: Written | WriteFailed | None = None
 
 
 class Refusal(Failure, frozen=True, tag="refusal", tag_field="type"):
@@ -424,13 +376,11 @@ Question = (
     | Release
     | Drain
     | StillWriting
-    | Reopened
     | Introduce
-    | Met
     | Announce
     | Revoke
-    | Pushed
-    | PushFailed
+    | Written
+    | WriteFailed
 )
 Answer = Directory | Renewed | Draining | Noted | Announced | Revoked | Refusal
 

@@ -13,8 +13,8 @@ where the sum of their ``d * w`` is 0: for pseudo-random weights, by chance only
 words about once in 2**32 or less often. That is no protection against forgery.
 
 With ``full`` every cell has a digest; with ``sample`` each stretch of 16 tokens has that of one cell of a sliced grid,
-and each state that of 16. A pseudo-random function of the source's seed and the block chooses them, the same on both
-sides. Damage to k of the n cells of a stretch is found with odds of k in n for that stretch.
+and each state that of 16. A pseudo-random function of the write and the stretch chooses them, the same on both sides.
+Damage to k of the n cells of a stretch is found with odds of k in n for that stretch.
 """
 
 import math
@@ -88,31 +88,8 @@ class Part(NamedTuple):
         return self.component.layers[layer], self.heads(head_cell)
 
 
-class Stretches(NamedTuple):
-    """Stretches of tokens of one request, each in one block of the source.
-
-    ``position`` counts the blocks of the request's list, ``number`` the stretches of a block. A digest covers
-    ``num_tokens`` tokens from ``first_token`` on.
-    """
-
-    first_token: Integers
-    num_tokens: Integers
-    position: Integers
-    block: Integers
-    number: Integers
-
-
-class Cells(NamedTuple):
-    """Some cells of one part: number in the part, index into the stretches, and word of the block's row."""
-
-    part: int
-    cell: Integers
-    stretch: Integers
-    word: Integers
-
-
 class CellGrid:
-    """The cells of one cache group of a source rank, and the words that hold their digests: a row for each block.
+    """The cells of one cache group of a source rank.
 
     With ``is_sliced`` a cell has a slice of its channels. Raises :class:`PlanError` (``unsupported``) for a rank that
     holds a share of the tokens, or items of odd sizes.
@@ -122,8 +99,8 @@ class CellGrid:
     >>> shard = shard_for(layers=["0", "1"], num_kv_heads=8, head_size=64, itemsize=2, block_size=32, num_blocks=10,
     ...     layout=NamedLayout.LBHNC)
     >>> grid = CellGrid(shard.groups[0])
-    >>> grid.num_tokens, grid.num_cells, grid.num_words(Integrity.SAMPLE), grid.num_words(Integrity.FULL)
-    (16, 16, 2, 32)
+    >>> grid.num_tokens, grid.num_cells
+    (16, 16)
     >>> CellGrid(shard.groups[0], is_sliced=True).num_cells
     128
     """
@@ -135,7 +112,6 @@ class CellGrid:
         most = group.block_size if self.is_paged else min(group.block_size, MOST_TOKENS)
         self.num_tokens = next(size for size in range(most, 0, -1) if group.block_size % size == 0)
         """Tokens of a stretch. Pages that a kernel packs cannot be cut: their stretch is the page."""
-        self.num_stretches = group.block_size // self.num_tokens
         self.is_state = group.kind is CacheKind.STATE
         self.num_samples = STATE_SAMPLES if self.is_state else 1
         self.parts: list[Part] = []
@@ -150,70 +126,6 @@ class CellGrid:
         each, head_cells = _head_cells(component)
         num_slices = _num_slices(component, each * self.num_tokens, is_paged=self.is_paged) if is_sliced else 1
         return Part(component, self.num_cells, each, head_cells, num_slices)
-
-    def num_words(self, kept: Integrity) -> int:
-        """Return the words of one block."""
-        return self.num_stretches * self.num_words_each(kept)
-
-    def num_words_each(self, kept: Integrity) -> int:
-        """Return the words of one stretch."""
-        return {Integrity.OFF: 0, Integrity.SAMPLE: self.num_samples, Integrity.FULL: self.num_cells}[kept]
-
-    def word_of_stretch(self, kept: Integrity, word: Integers) -> Integers:
-        """Return which word of its stretch each word of a block's row is."""
-        return word // self.num_stretches if kept is Integrity.FULL else word % self.num_samples
-
-    def is_open(self, stretches: "Stretches", end_token: int) -> bool:
-        """Return whether the prompt ends inside its last stretch: later tokens may fill the rest."""
-        last = stretches.first_token[-1:].tolist()
-        return not self.is_state and bool(last) and end_token - last[0] < self.num_tokens
-
-    def stretches(self, block_ids: Integers, begin: int, first_token: int, end_token: int) -> Stretches:
-        """Return the stretches of tokens ``first_token`` to ``end_token`` in blocks that begin at token ``begin``.
-
-        A stretch that begins before ``first_token`` is left out; the last one may have fewer tokens than its block.
-        """
-        skipped = -(-(first_token - begin) // self.num_tokens) * self.num_tokens
-        first = np.arange(begin + skipped, end_token, self.num_tokens, dtype=np.int64)
-        position, slot = np.divmod(first - begin, self.group.block_size)
-        # A packed page moves whole, and so does a state.
-        counted = np.full(len(first), self.num_tokens) if self.is_paged else end_token - first
-        return Stretches(
-            first, np.minimum(counted, self.num_tokens), position, block_ids[position], slot // self.num_tokens
-        )
-
-    def cells(
-        self, stretches: Stretches, kept: Integrity, wanted: Integrity, seed: int, most_bytes: int
-    ) -> Iterator[Cells]:
-        """Return the cells of these stretches that are ``wanted``, some at a time, at most ``most_bytes`` of the cache.
-
-        ``kept`` says which digests the source keeps, at least those that are wanted.
-        """
-        if wanted is Integrity.FULL:
-            yield from self._all(stretches, most_bytes)
-        elif wanted is Integrity.SAMPLE:
-            yield from self._sample(stretches, kept, seed, most_bytes)
-
-    def _all(self, stretches: Stretches, most_bytes: int) -> Iterator[Cells]:
-        for number, part in enumerate(self.parts):
-            for begin, end in pieces(part.num_cells * len(stretches.block), most_bytes, self.cell_bytes(part)):
-                cell, stretch = np.divmod(np.arange(begin, end, dtype=np.int64), len(stretches.block))
-                yield Cells(number, cell, stretch, self._full_word(part, cell, stretches.number[stretch]))
-
-    def _sample(self, stretches: Stretches, kept: Integrity, seed: int, most_bytes: int) -> Iterator[Cells]:
-        each = self.num_samples
-        drawn = draw(stretches.block * self.num_stretches + stretches.number, each, seed, self.num_cells)
-        for number, part in enumerate(self.parts):
-            of_part = np.flatnonzero((drawn >= part.first) & (drawn < part.first + part.num_cells))
-            for begin, end in pieces(len(of_part), most_bytes, self.cell_bytes(part)):
-                stretch, sample = np.divmod(of_part[begin:end], each)
-                cell, in_block = drawn[of_part[begin:end]] - part.first, stretches.number[stretch]
-                is_full = kept is Integrity.FULL
-                word = self._full_word(part, cell, in_block) if is_full else in_block * each + sample
-                yield Cells(number, cell, stretch, word)
-
-    def _full_word(self, part: Part, cell: Integers, number: Integers) -> Integers:
-        return (part.first + cell) * self.num_stretches + number
 
     def cell_bytes(self, part: Part) -> int:
         """Return the bytes of one cell."""

@@ -1,4 +1,4 @@
-"""Spans: layers that a push sends together, before the source has computed the rest of the model; and their plans."""
+"""Spans: layers that a write sends together, before the source has computed the rest of the model; and their plans."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -13,14 +13,14 @@ LAYERS_PER_SPAN = 8
 """With spans of one layer the time to first token was up to 1.4 times as long: each batch wakes threads
 (docs/decisions/push.md)."""
 SHORT_TOKENS = 256
-"""A prompt of at most so many tokens is pushed whole: spans save about 0.02 ms per token, too little to show.
+"""A prompt of at most so many tokens is written whole: spans save about 0.02 ms per token, too little to show.
 
 Spans were slower at 64 tokens and saved 45 ms at 2048 tokens (docs/decisions/push.md).
 """
 
 
 class Span(NamedTuple):
-    """Layers of one cache group that a push sends together: span ``number``, counted from 1, or with 0 all layers."""
+    """Layers of one cache group that a write sends together: span ``number``, counted from 1, or with 0 all layers."""
 
     group: str
     number: int = 0
@@ -56,7 +56,7 @@ class LayerSpans:
 
 
 def goes_whole(num_tokens: int, *, is_computed: bool, short_tokens: int = SHORT_TOKENS) -> bool:
-    """Return whether a prompt is pushed whole, after it is computed, instead of span by span during its computation.
+    """Return whether a prompt is written whole, after it is computed, instead of span by span during its computation.
 
     An engine that does not report its computed layers sends all spans of a chunk at the end of the step.
 

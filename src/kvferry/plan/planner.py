@@ -23,6 +23,8 @@ MAX_FIRST_PHASES = 16
 """Phases whose templates are built at handshake; in most cases there is one."""
 MAX_DESCRIPTORS = 1 << 24
 """Limit of the descriptors of one call of ``lower``."""
+NOTHING: Descriptors = np.empty((0, 3), dtype=np.uint64)
+"""An empty list of descriptors."""
 _DIGEST_BYTES = 16
 
 
@@ -146,7 +148,7 @@ class PairPlan:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of both shards and of the groups and heads that the source sends: it names the plan of a push.
+        """A digest of both shards and of the groups and heads that the source sends: it names the plan of a write.
 
         It is equal in every process.
         """
@@ -211,7 +213,7 @@ class Planner:
 
 def _descriptors(rows: list[Offsets]) -> Descriptors:
     if not rows:
-        return np.empty((0, 3), dtype=np.uint64)
+        return NOTHING
     return (rows[0] if len(rows) == 1 else np.concatenate(rows)).view(np.uint64)
 
 

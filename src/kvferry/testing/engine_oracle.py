@@ -17,10 +17,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.handoff.guard_word import HeldPrompt
+from kvferry.execution.source_engines import NOTHING_COMPARED
 from kvferry.integrations.vllm.translate.attention import PLAIN_INSTRUCTION_SETS
-from kvferry.integrations.vllm.worker.pull import PullSource
-from kvferry.integrations.vllm.worker.push import PushSource
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 
@@ -75,29 +73,23 @@ class EngineOracle:
     if TYPE_CHECKING:
         model_runner: Any
         vllm_config: Any
-        _oracle_compares: Compares | None
+        _oracle_compares: Compares
 
     def oracle_label(self, text: str) -> dict[str, Any]:
         """Write labels over the blocks of one request: ``block_ids`` has a list for each cache group, in prompt order.
 
-        The null block, which replaces blocks before a window, is not written. The last block holds the state. The
-        digests that the rank keeps of the ``num_tokens`` are those of the labels from now on.
+        The null block, which replaces blocks before a window, is not written. The last block holds the state.
         """
         order = json.loads(text)
-        held = [np.array(block_ids, dtype=np.int64) for block_ids in order["block_ids"]]
         for layer in self._oracle_layers():
             block_ids = order["block_ids"][layer.group]
             if layer.is_state:
-                held[layer.group] = held[layer.group][-1:]
                 for view, labels in self._oracle_state(layer.name, order["nonce"]):
                     view[block_ids[-1]] = labels
                 continue
             for index, block_id in enumerate(block_ids):
                 for local_head, head in enumerate(layer.heads if block_id else ()):
                     layer.view[block_id, local_head] = self._oracle_page(order["nonce"], layer, head, index)
-        source = _worker_role()._source
-        if isinstance(source, PullSource) and source._table is not None:
-            source._keep_digests(HeldPrompt("", order["num_tokens"], (), held))
         return {"groups": len(order["block_ids"])}
 
     def oracle_remember(self, text: str) -> dict[str, Any]:
@@ -173,10 +165,10 @@ class EngineOracle:
         return {"layers": len(layers)}
 
     def oracle_faults(self, text: str) -> dict[str, Any]:
-        """Inject a :class:`FaultPlan` into this engine's transports, or remove it (``null``).
+        """Inject a :class:`FaultPlan` into the transports with which this engine writes, or remove it (``null``).
 
-        Call only while no transfer is running. The engine then connects to its peers again. Under a fault it compares
-        no digests: a negative control shows that the tokens tell.
+        Call only while no transfer is running. The engine then connects to its peers again. With a plan, also an empty
+        one, it compares no digests of what it loads: a negative control shows that the tokens tell.
         """
         plan = msgspec.json.decode(text, type=FaultPlan | None)
         role = _worker_role()
@@ -186,24 +178,21 @@ class EngineOracle:
             transports[name] = inner if plan is None else FaultyTransport(inner, plan)
         assert role._rank is not None
         source_engines = role._rank.source_engines
-        if plan is not None and source_engines._compares is not None:
-            self._oracle_compares, source_engines._compares = source_engines._compares, None
-        elif plan is None:
+        if plan is None:
             source_engines._compares = getattr(self, "_oracle_compares", source_engines._compares)
-        engines = source_engines._engines
-        for engine in engines.values():
-            engine.route.close()
-        engines.clear()
-        if isinstance(role._source, PushSource):
-            destinations = role._source.writer.destinations
-            for destination in destinations.known.values():
-                destinations.connect_anew(destination)
+        elif source_engines._compares != NOTHING_COMPARED:
+            self._oracle_compares, source_engines._compares = source_engines._compares, NOTHING_COMPARED
+        source_engines._engines.clear()
+        assert role._source is not None
+        destinations = role._source.writer.destinations
+        for destination in destinations.known.values():
+            destinations.connect_anew(destination)
         return {"transports": sorted(transports)}
 
     def oracle_spans(self, text: str) -> dict[str, Any]:
-        """Push spans of so many layers from the next step on, so that a small model has several spans."""
+        """Write spans of so many layers from the next step on, so that a small model has several spans."""
         role = _worker_role()
-        assert isinstance(role._source, PushSource)
+        assert role._source is not None
         spans = role._source.writer.spans = LayerSpans(role._layers_that_report(), json.loads(text))
         return {"spans": len(spans.layers_of)}
 

@@ -15,7 +15,6 @@ from kvferry.errors import KVFerryError, Reason, TransportError
 from kvferry.execution.device import DeviceOrder
 from kvferry.execution.device_trial import small_cache, views_of
 from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.local_copy import LocalCopy, LocalRoute
 from kvferry.execution.pinned_copy import PinnedMemory
 from kvferry.execution.trial import TRIAL_SECONDS, LabelledBlocks, TrialResult, choose_blocks, late, tier_shard
@@ -75,7 +74,7 @@ class SlabTrial:
             for each in (pinned, memory) if self._is_quiet else ():
                 if each is not None:
                     each.close()
-        return TrialResult((), "cuda", content.num_bytes, time.monotonic() - began_at)
+        return TrialResult("cuda", content.num_bytes, time.monotonic() - began_at)
 
     def _await(self, copy: LocalCopy) -> None:
         self._executor.submit(copy)
@@ -99,7 +98,7 @@ def try_offload(order: DeviceOrder, layout: NamedLayout) -> TrialResult:
     """Run the trial in a small cache of this layout, without an engine. Raises :class:`TransportError`."""
     order.enter_thread()
     shard, memory = small_cache(layout, order.device)
-    executor = Executor(Scratch(num_words=1), order=order)
+    executor = Executor(order=order)
     try:
         return SlabTrial(shard, views_of(shard), order, executor, layout).run()
     finally:

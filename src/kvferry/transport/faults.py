@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from kvferry.arrays import Descriptors
+from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import HOST_DEVICE, Region
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, Transport
@@ -28,7 +28,9 @@ SLICE_SECONDS = 0.02
 
 
 class SwapRanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Exchange two ranges of ``length`` bytes that landed; positions count the submission's bytes in order."""
+    """Let two ranges of ``length`` bytes land each where the other belongs; positions count the submission's bytes in
+    order.
+    """
 
     first: Position
     second: Position
@@ -53,12 +55,11 @@ class ZeroRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The faults of every submission that has at least ``min_bytes`` and is large enough for the fault.
 
-    ``swap`` and ``zero`` (``READ`` only) change the bytes that landed, just before ``DONE``; ``drop`` silently omits
-    the descriptor of that index; ``fail_after`` moves so many descriptors and then fails, as a connection that breaks
-    where there is one: more of them may land; ``delay_seconds`` keeps a
-    finished transfer pending; ``hang`` moves no bytes and keeps the transfer pending; ``bytes_per_second`` moves the
-    bytes of each submission at this rate, so that a test can act while they move. Small submissions, such as a guard
-    word, have no faults.
+    ``swap`` exchanges destinations; ``zero`` (``READ`` only) changes the bytes that landed, just before ``DONE``;
+    ``drop`` silently omits the descriptor of that index; ``fail_after`` moves so many descriptors and then fails, as a
+    connection that breaks where there is one: more of them may land; ``delay_seconds`` keeps a finished transfer
+    pending; ``hang`` moves no bytes and keeps the transfer pending; ``bytes_per_second`` moves the bytes of each
+    submission at this rate, so that a test can act while they move. Small submissions have no faults.
 
     >>> msgspec.convert({"zero": {"position": 4096, "length": 512}}, FaultPlan).zero
     ZeroRange(position=4096, length=512)
@@ -115,11 +116,11 @@ class FaultyTransport:
 
     def register(self, regions: Sequence[Region]) -> bytes:
         """Register with the inner transport. Raises ``SettingsError`` where the plan changes bytes of a device."""
-        if (self._plan.swap or self._plan.zero) and any(region.device != HOST_DEVICE for region in regions):
+        if self._plan.zero and any(region.device != HOST_DEVICE for region in regions):
             raise SettingsError(
                 Reason.INVALID_SETTING,
-                "swap and zero change bytes by the processor, and this memory is a device's.",
-                "Inject drop, fail_after, delay_seconds, hang or bytes_per_second.",
+                "zero changes bytes by the processor, and this memory is a device's.",
+                "Inject swap, drop, fail_after, delay_seconds, hang or bytes_per_second.",
             )
         return self._inner.register(regions)
 
@@ -132,10 +133,10 @@ class FaultyTransport:
         num_bytes = int(descriptors[:, 2].sum())
         if not self._plan.fits(len(descriptors), num_bytes):
             return self._inner.submit(peer, direction, descriptors)
-        if direction is Direction.WRITE and (self._plan.swap or self._plan.zero):
+        if direction is Direction.WRITE and self._plan.zero:
             raise SettingsError(
                 Reason.INVALID_SETTING,
-                "swap and zero change local memory, and this transfer is a WRITE.",
+                "zero changes local memory, and this transfer is a WRITE.",
                 "Inject them into the engine that reads.",
             )
         self.num_injected += 1
@@ -182,6 +183,8 @@ class FaultyTransport:
         """Return the descriptors that really move."""
         if self._plan.hang:
             return descriptors[:0]
+        if self._plan.swap is not None:
+            descriptors = _exchanged(descriptors, self._plan.swap)
         if self._plan.drop is not None:
             descriptors = np.delete(descriptors, self._plan.drop, axis=0)
         return descriptors if self._plan.fail_after is None else descriptors[: self._plan.fail_after]
@@ -217,11 +220,6 @@ class FaultyTransport:
             transfer.may_land = plan.fail_after > 0 and not self.capabilities.ends_with_process
             message = f"the injected fault failed the transfer after {plan.fail_after} descriptors."
             return transfer.fail(TransportError(Reason.TRANSFER_FAILED, message, "Remove the fault."))
-        if plan.swap is not None:
-            first = _read(transfer.landed, plan.swap.first, plan.swap.length)
-            second = _read(transfer.landed, plan.swap.second, plan.swap.length)
-            _write(transfer.landed, plan.swap.first, second)
-            _write(transfer.landed, plan.swap.second, first)
         if plan.zero is not None:
             _write(transfer.landed, plan.zero.position, bytes(plan.zero.length))
         transfer.bytes_done = transfer.num_bytes
@@ -233,9 +231,31 @@ def _end(transfer: FaultyTransfer, status: Status) -> Status:
     return status
 
 
-def _read(landed: RangeStream, position: int, length: int) -> bytes:
-    ranges = landed.cut(position, position + length).tolist()
-    return b"".join(ctypes.string_at(address, size) for address, size in ranges)
+def _exchanged(descriptors: Descriptors, swap: SwapRanges) -> Descriptors:
+    """Return descriptors of the same bytes, of which two ranges go each to the other's destination.
+
+    >>> descriptors = np.array([[0, 100, 4], [50, 200, 4]], np.uint64)
+    >>> _exchanged(descriptors, SwapRanges(1, 5, 2)).tolist()
+    [[0, 100, 1], [1, 201, 2], [3, 103, 1], [50, 200, 1], [51, 101, 2], [53, 203, 1]]
+    """
+    addresses, lengths = descriptors[:, 1], descriptors[:, 2]
+    stop, second, total = swap.first + swap.length, swap.second + swap.length, int(lengths.sum())
+    spans = [(0, swap.first), (swap.second, second), (stop, swap.second), (swap.first, stop), (second, total)]
+    landed, moved = RangeStream(addresses, lengths), RangeStream(descriptors[:, 0], lengths)
+    destinations = np.concatenate([landed.cut(*span) for span in spans if span[0] < span[1]])
+    sources = moved.cut(0, total)
+    ends = np.union1d(np.cumsum(sources[:, 1]), np.cumsum(destinations[:, 1]))
+    starts = np.concatenate([np.zeros(1, np.uint64), ends[:-1]])
+    columns = [_at(sources, starts), _at(destinations, starts), ends - starts]
+    return np.stack(columns, axis=1)
+
+
+def _at(ranges: Addresses, positions: Addresses) -> Addresses:
+    """Return the addresses of positions in a stream of ranges."""
+    ends = np.cumsum(ranges[:, 1])
+    index = np.searchsorted(ends, positions, side="right")
+    addresses: Addresses = ranges[index, 0] + (positions - (ends[index] - ranges[index, 1]))
+    return addresses
 
 
 def _write(landed: RangeStream, position: int, content: bytes) -> None:

@@ -11,16 +11,13 @@ counts the devices that the process sees.
 import ctypes
 import logging
 import os
-import re
 import sys
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -41,7 +38,7 @@ from kvferry.transport.end_points import (
     pack_regions,
     unpack_regions,
 )
-from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device, rdma_devices, rdma_ports
+from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer
 from kvferry.transport.regions import RegionTable
 from kvferry.transport.registered_memory import INSTALL_NIXL, Sides
@@ -66,9 +63,6 @@ SILENCE_SECONDS = 30
 wait for a host that has vanished as long as the kernel repeats packets, a quarter of an hour. A transfer that only
 receives ends within 20 s more, when UCX asks whether the peer is alive."""
 CONNECT_SECONDS = 10.0
-_READING_TRANSPORTS = {"rc_mlx5": {"ib", "rc", "rc_x"}, "rc_verbs": {"ib", "rc", "rc_v"}, "srd": {"ib"}}
-"""The transports of NIXL's UCX that read by RDMA, each with its other names in UCX_TLS. ``ud`` does not read, and the
-wheel has no ``dc``. See docs/rdma.md."""
 DEVICES_VARIABLE, MODULES_VARIABLE = "UCX_NET_DEVICES", "UCX_MODULES"
 CLOSE_SECONDS = 2.0
 _NUM_LANDINGS = 1024
@@ -260,7 +254,6 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         self._devices = os.environ.get(DEVICES_VARIABLE, devices)
         self._tcp_messages = TcpMessages.of(os.environ)
         self._name = f"kvferry-{os.getpid()}-{uuid.uuid4().hex}"
-        self.capabilities = replace(self.capabilities, slow_reads=why_reads_are_slow(self._devices))
         self._agent, self._backend = self._create_agent()
         self._operations = {Direction.READ: self._nixl.NIXL_READ, Direction.WRITE: self._nixl.NIXL_WRITE}
         self._running_handles: dict[int, str] = {}
@@ -537,56 +530,6 @@ def _translate(error: Exception, transfer: NixlTransfer) -> TransportError:
         f"NIXL failed on a transfer with {name}: {error!r}.",
         "Send the request again; the logs of both engines have UCX's messages.",
     )
-
-
-def why_reads_are_slow(devices: str) -> str:
-    """Return why UCX with these devices, all where there are none, reads more slowly than it writes; empty where an
-    RDMA device reads. See docs/decisions/written-on-request.md.
-    """
-    found = rdma_devices()
-    if not found:
-        unusable = "; ".join(f"{name}: {why}" for name, why in rdma_ports().items() if why)
-        listed = f" that it can use ({unusable})" if unusable else ""
-        return f"UCX finds no RDMA device{listed}, and without one it has no operation that reads"
-    if not any(_is_allowed(devices, partial(_names_device, device=name)) for name in found):
-        return f"UCX may use {devices} alone, which is no RDMA device, and without one it has no operation that reads"
-    wanted = os.environ.get("UCX_TLS", "")
-    if not any(_is_allowed(wanted, partial(_names_transport, transport=name)) for name in _READING_TRANSPORTS):
-        return f"UCX_TLS={wanted} leaves no RDMA transport that reads, and without one UCX has no operation that reads"
-    modules = os.environ.get(MODULES_VARIABLE, "")
-    if not _is_allowed(modules, partial(fnmatchcase, "ib")):
-        return f"UCX_MODULES={modules} leaves RDMA out, and without it UCX has no operation that reads"
-    return ""
-
-
-def _is_allowed(wanted: str, names: Callable[[str], bool]) -> bool:
-    """Return whether a variable of UCX's admits a thing. ``names`` says whether an entry names the thing.
-
-    >>> [_is_allowed(wanted, lambda entry: entry == "ib") for wanted in ("", "all", "cma,ib", "cma", "^ib", "^cma")]
-    [True, True, True, False, False, True]
-    """
-    entries = wanted.removeprefix("^").split(",")
-    return not wanted or entries[0] == "all" or any(map(names, entries)) != wanted.startswith("^")
-
-
-def _names_device(entry: str, device: str) -> bool:
-    """Return whether an entry of UCX_NET_DEVICES names this device and port, or all ports of the device. An entry may
-    have a range.
-
-    >>> [_names_device(entry, "mlx5_2:1") for entry in ("mlx5_2:1", "mlx5_2", "mlx5_[0-3]:1", "mlx5_2:2", "mlx5_[3-5]")]
-    [True, True, True, False, False]
-    """
-    names = (device, device.partition(":")[0])
-    ranged = re.fullmatch(r"([^][]*)\[(\d+)-(\d+)\]([^][]*)", entry)
-    if ranged is None:
-        return entry in names
-    prefix, first, last, suffix = ranged.groups()
-    numbers = [re.fullmatch(rf"{re.escape(prefix)}(\d+){re.escape(suffix)}", name) for name in names]
-    return any(number and int(first) <= int(number[1]) <= int(last) for number in numbers)
-
-
-def _names_transport(entry: str, transport: str) -> bool:
-    return entry.removeprefix("\\") == transport or entry in _READING_TRANSPORTS[transport]
 
 
 def _ucx_configuration() -> str:

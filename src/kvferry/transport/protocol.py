@@ -64,8 +64,6 @@ class Capabilities:
     ``ends_with_process``: a ``WRITE`` is carried out by the process that submits it, to a process of its host and pid
     namespace: no byte of it lands once that process has ended. ``close_ends_writes``: no byte of a peer on another
     host, or of a process that has ended, lands once ``close`` has returned True.
-
-    ``slow_reads`` says why a ``READ`` of device memory takes longer than a ``WRITE``; empty where it does not.
     """
 
     name: str
@@ -75,7 +73,6 @@ class Capabilities:
     ends_with_process: bool = False
     close_ends_writes: bool = False
     moves_device_memory: bool = False
-    slow_reads: str = ""
 
     def moves(self, device: str) -> bool:
         """Return whether the transport moves memory of this device.

@@ -146,7 +146,8 @@ class TransportSet:
         """``open_anew`` opens a transport of this set again, by its name and as it was opened before."""
         self.transports = dict(transports)
         self.num_fences = 0
-        """How often :meth:`fence` has closed transports: a connection of before is over."""
+        """How often :meth:`renew` has opened transports anew: a new connection goes over them."""
+        self._former: dict[str, Transport] = {}
         self._open_anew = open_anew or open_transport
         self._registered: list[Sequence[Region]] = []
         self._end_points: dict[str, bytes] = {}
@@ -181,20 +182,25 @@ class TransportSet:
         return all(each in self.transports and self.transports[each].capabilities.ends_with_process for each in names)
 
     def fence(self) -> Fence:
-        """Close the transports and open them anew, with the same memory: a *fence*. It may take some seconds.
-
-        Nothing lands any more that a peer on another host, or a process that has ended, was told of the former end
-        points. Transfers under way in either direction fail. Transports whose writes end with their process stay as
-        they are: such a peer on another host cannot write. The thread of the transports calls it.
+        """Open the transports anew and close the former ones at once: a *fence*, of :meth:`renew` and then
+        :meth:`close_former`.
         """
-        holes = []
-        # Other threads connect meanwhile: over the former transports, which are closed, or over all that are open.
+        end_points = self.renew()
+        return Fence(end_points, self.close_former())
+
+    def renew(self) -> dict[str, bytes]:
+        """Open the transports anew, with the same memory, for all connections from now on; return the end points.
+
+        Connections over the former transports go on until :meth:`close_former`, which must come before the next
+        renewal. Transports whose writes end with their process stay as they are: such a peer on another host cannot
+        write. It may take some seconds. The thread of the transports calls it.
+        """
+        assert not self._former, "the former transports are closed before the next renewal"
         opened = dict(self.transports)
         for name, former in self.transports.items():
             if former.capabilities.ends_with_process:
                 continue
-            if not (_is_closed(name, former) and former.capabilities.close_ends_writes):
-                holes.append(f"the {name} transport could not be closed")
+            self._former[name] = former
             del opened[name], self._end_points[name]
             try:
                 transport = self._open_anew(name)
@@ -207,13 +213,28 @@ class TransportSet:
                 logger.exception("kvferry: the %s transport cannot be opened anew", name)
                 continue
             opened[name] = transport
+        # Other threads connect meanwhile: over the former transports, or over all that are open.
         self.transports = opened
         self.num_fences += 1
-        return Fence(dict(self._end_points), tuple(holes))
+        return dict(self._end_points)
+
+    def close_former(self) -> tuple[str, ...]:
+        """Close the transports of before the last renewal; return why bytes sent over them may still land, if any may.
+
+        Otherwise nothing lands any more that a peer on another host, or a process that has ended, was told of the
+        former end points. Transfers under way over them fail, in either direction. The thread of the transports calls
+        it.
+        """
+        former, self._former = self._former, {}
+        return tuple(
+            f"the {name} transport could not be closed"
+            for name, transport in former.items()
+            if not (_is_closed(name, transport) and transport.capabilities.close_ends_writes)
+        )
 
     def close(self) -> None:
         """Close every transport; twice is fine."""
-        for transport in self.transports.values():
+        for transport in (*self._former.values(), *self.transports.values()):
             transport.close()
 
 

@@ -136,12 +136,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gqa-tp1-nixl": ("gqa", {"transport": "nixl", "cores": LAST_CORE}),
-    # Everything that it loads comes by way of a stage.
-    "gqa-tp1-scatter": ("gqa", {"strategy": "scatter", "cores": LAST_CORE}),
     "gqa-tp1-mooncake": ("gqa", {"transport": "mooncake", "cores": LAST_CORE}),
     "gqa-tp2-mooncake": ("gqa", {"tensor_parallel_size": 2, "transport": "mooncake"}),
-    "gqa-tp1-written": ("gqa", {"transport": "nixl", "held_prompts": "write", "cores": LAST_CORE}),
-    "gqa-tp2-written": ("gqa", {"tensor_parallel_size": 2, "transport": "nixl", "held_prompts": "write"}),
     "gqa-tp2": ("gqa", {"tensor_parallel_size": 2, "transport": "auto", "turn_seconds": 120.0}),
     "gqa-tp2-other": ("gqa", {"tensor_parallel_size": 2, "transport": "auto", "load_failure_policy": "recompute"}),
     "gqa-tp4": ("gqa", {"tensor_parallel_size": 4}),
@@ -170,32 +166,25 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     # Each both moves prompts and keeps blocks, in host memory.
     "gqa-moves-and-keeps": ("gqa", {"connector": MULTI, **SMALL, **WATCHED}),
     "gqa-moves-and-keeps-other": ("gqa", {"connector": MULTI, **SMALL, **WATCHED, "cores": LAST_CORE}),
-    "gqa-push-tp1": ("gqa", {"mode": "push"}),
-    "gqa-push-tp1-other": ("gqa", {"mode": "push", "cores": LAST_CORE}),
-    "gqa-push-tp2": ("gqa", {"mode": "push", "tensor_parallel_size": 2}),
-    "gqa-push-tp2-auto": ("gqa", {"mode": "push", "tensor_parallel_size": 2, "transport": "auto"}),
-    "gqa-push-tp2-mooncake": ("gqa", {"mode": "push", "tensor_parallel_size": 2, "transport": "mooncake"}),
-    "gqa-push-tp1-mooncake": ("gqa", {"mode": "push", "transport": "mooncake"}),
-    "gqa-push-tp1-nixl": ("gqa", {"mode": "push", "transport": "nixl"}),
+    "gqa-tp1-next": ("gqa", {"cores": LAST_CORE}),
     # Prompts are computed in chunks, several requests sharing a step.
-    "gqa-push-chunked": ("gqa", {"mode": "push", "cores": LAST_CORE, "arguments": CHUNKED}),
+    "gqa-chunked": ("gqa", {"cores": LAST_CORE, "arguments": CHUNKED}),
     # Has 35 blocks, and begins a prompt although there are not enough for all of it.
-    "gqa-push-small": (
+    "gqa-small": (
         "gqa",
         {
-            "mode": "push",
             "kv_cache_bytes": 72 << 20,
             "cores": LAST_CORE,
             "arguments": (*CHUNKED, "--no-scheduler-reserve-full-isl"),
         },
     ),
     # As vLLM runs unless it is told otherwise: layers are parts of a compiled graph.
-    "gqa-push-compiled": ("gqa", {"mode": "push", "layers_per_span": 3, "cores": LAST_CORE} | COMPILED),
+    "gqa-compiled": ("gqa", {"layers_per_span": 3, "cores": LAST_CORE} | COMPILED),
     # Waits for a prompt, and for whoever writes, no longer than for this.
-    "gqa-push-hasty": ("gqa", {"mode": "push", "load_timeout_seconds": 15.0, "cores": LAST_CORE}),
-    "gqa-push-layers": (
+    "gqa-hasty": ("gqa", {"load_timeout_seconds": 15.0, "cores": LAST_CORE}),
+    "gqa-layers": (
         "gqa",
-        {"mode": "push", "layers_per_span": 3, "load_failure_policy": "recompute", "cores": LAST_CORE},
+        {"layers_per_span": 3, "load_failure_policy": "recompute", "cores": LAST_CORE},
     ),
     "mla-reference": ("mla", {"role": None, "cores": BOTH_CORES}),
     "mla-tp1": ("mla", {}),
@@ -214,16 +203,8 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8-tp1": ("fp8", {}),
     "fp8-tp2": ("fp8", {"tensor_parallel_size": 2}),
     "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE, "connector_module": CONNECTORS["KVFerryConnector"]}),
-    "gemma-push-tp1": ("gemma", {"mode": "push"}),
-    "gemma-push-tp2": ("gemma", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
-    "gemma-push-layers": ("gemma", {"mode": "push", "layers_per_span": 2, "cores": LAST_CORE}),
-    "granite-push-tp1": ("granite", {"mode": "push", "prefix_caching": False}),
-    "granite-push-tp2": (
-        "granite",
-        {"mode": "push", "prefix_caching": False, "tensor_parallel_size": 2, "load_failure_policy": "recompute"},
-    ),
-    "mla-push-tp1": ("mla", {"mode": "push"}),
-    "mla-push-tp2": ("mla", {"mode": "push", "tensor_parallel_size": 2}),
+    "gemma-chunked": ("gemma", {"tensor_parallel_size": 2, "arguments": CHUNKED}),
+    "gemma-layers": ("gemma", {"layers_per_span": 2, "cores": LAST_CORE}),
     "gemma-reference": ("gemma", {"role": None, "cores": BOTH_CORES}),
     "gemma-tp1": ("gemma", {"turn_seconds": 120.0}),
     "gemma-tp1-other": ("gemma", {"cores": LAST_CORE}),
@@ -240,13 +221,9 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{model}-reference": (model, {"role": None, "cores": BOTH_CORES}) for model in MORE_MODELS},
     **{f"{model}-tp1": (model, {}) for model in MORE_MODELS},
     **{f"{model}-tp2": (model, {"tensor_parallel_size": 2}) for model in MORE_MODELS},
-    "lora-push-tp1": ("lora", {"mode": "push"}),
-    "lora-push-tp2": ("lora", {"mode": "push", "tensor_parallel_size": 2}),
     "six-tp3": ("six", {"tensor_parallel_size": 3}),
-    "gemma4-push-tp1": ("gemma4", {"mode": "push"}),
-    "gemma4-push-tp2": ("gemma4", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
-    "gptoss-push-tp1": ("gptoss", {"mode": "push"}),
-    "gptoss-push-tp2": ("gptoss", {"mode": "push", "tensor_parallel_size": 2, "arguments": CHUNKED}),
+    "gemma4-chunked": ("gemma4", {"tensor_parallel_size": 2, "arguments": CHUNKED}),
+    "gptoss-chunked": ("gptoss", {"tensor_parallel_size": 2, "arguments": CHUNKED}),
     # vLLM's CPU kernel for gated delta nets takes bfloat16 only.
     "qwennext-reference": ("qwennext", {"role": None, "prefix_caching": False, "dtype": "bfloat16"}),
     "qwennext-tp2-reference": (
@@ -274,35 +251,27 @@ CANNOT_START: Mapping[str, Mapping[str, str]] = {
 
 Their pairs are left out; ``test_versions.py`` starts each such engine, which must still end by this error.
 """
-PASSED_ON = {"transport", "strategy", "mode", "load_timeout_seconds", "lease_seconds", "turn_seconds", "held_prompts"}
+PASSED_ON = {"transport", "load_timeout_seconds", "lease_seconds", "turn_seconds"}
 """What differs in the connector's settings, not in the engine's."""
 # What runs together; memory for all at once is not asked for. Those of two stages that follow one another stay.
 STAGES: tuple[tuple[str, ...], ...] = (
-    ("gqa-reference", "gqa-push-tp1", "gqa-push-tp1-other", "gqa-push-tp2", "gqa-push-chunked", "gqa-push-layers"),
+    ("gqa-reference", "gqa-tp1", "gqa-tp1-next", "gqa-tp2", "gqa-chunked", "gqa-layers"),
     ("gqa-reference", "gqa-tp1", "gqa-tp1-other", "gqa-tp2", "gqa-block64", "gqa-pp2"),
     ("gqa-tp2", "gqa-tp2-other", "gqa-tp1-nixl", "gqa-tp4"),
     ("gqa-reference", "gqa-tp4", "gqa-tp1", "gqa-dp2"),
     ("gqa-tp1-nixl", "gqa-bfloat16", "mla-reference", "mla-tp1", "mla-tp1-other", "mla-tp2"),
-    ("gqa-reference", "gqa-tp2", "gqa-pp2x2", "gqa-tp1-scatter"),
+    ("gqa-reference", "gqa-tp2", "gqa-pp2x2"),
     ("gqa-reference", "gqa-tp1-mooncake", "gqa-tp2-mooncake"),
-    ("gqa-reference", "gqa-tp1-written", "gqa-tp2-written"),
     ("fp8-reference", "fp8-tp1", "fp8-tp2"),
     ("gemma-reference", "gemma-tp1", "gemma-tp1-other", "gemma-tp2", "gemma-pp2"),
     ("granite-reference", "granite-tp1", "granite-tp1-other", "granite-tp2"),
     *((f"{model}-reference", f"{model}-tp1", f"{model}-tp2") for model in ("deepseek", "mqa", "lora", "gemma3n")),
-    ("lora-push-tp1", "lora-push-tp2"),
     ("six-reference", "six-tp1", "six-tp2", "six-tp3"),
     ("qwennext-reference", "qwennext-tp2-reference", "qwennext-tp1", "qwennext-tp1-other", "qwennext-tp2"),
-    ("gemma4-reference", "gemma4-tp1", "gemma4-tp2"),
-    ("gemma4-reference", "gemma4-push-tp1", "gemma4-push-tp2"),
-    ("gptoss-reference", "gptoss-tp1", "gptoss-tp2"),
-    ("gptoss-reference", "gptoss-push-tp1", "gptoss-push-tp2"),
-    ("gqa-reference", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "gqa-push-tp1", "gqa-push-small", "gqa-push-hasty"),
-    ("gqa-reference", "gqa-push-tp1", "gqa-push-tp2", "gqa-push-compiled"),
-    ("gqa-reference", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake"),
-    ("gemma-reference", "gemma-push-tp1", "gemma-push-tp2", "gemma-push-layers"),
-    ("granite-reference", "granite-push-tp1", "granite-push-tp2"),
-    ("mla-reference", "mla-push-tp1", "mla-push-tp2"),
+    *((f"{model}-reference", f"{model}-tp1", f"{model}-tp2", f"{model}-chunked") for model in ("gemma4", "gptoss")),
+    ("gqa-reference", "gqa-tp2", "gqa-tp1-nixl", "gqa-tp1", "gqa-small", "gqa-hasty"),
+    ("gqa-reference", "gqa-tp1", "gqa-tp2", "gqa-compiled"),
+    ("gemma-reference", "gemma-tp1", "gemma-chunked", "gemma-layers"),
     ("gqa-reference", "gqa-moves-and-keeps", "gqa-moves-and-keeps-other"),
     *(("gqa-reference", f"gqa-keeps-{ranks}") for ranks in ("tp1", "tp2", "pp2")),
     *((f"{model}-reference", f"{model}-keeps-{ranks}") for model in ("gemma", "mla") for ranks in ("tp1", "tp2")),
@@ -312,11 +281,11 @@ STAGES: tuple[tuple[str, ...], ...] = (
     # One pair of two releases at a time: their processes have no libraries in common, and need more memory together.
     *(
         stage
-        for kind in ("gqa", "gqa-push", "gemma")
+        for kind in ("gqa", "gemma")
         for one, other in (*((release, "") for release in OTHER_RELEASES), ("0.30", "@0.31"))
         for stage in (
-            (f"{kind.partition('-')[0]}-reference", f"{kind}-tp2@{one}", f"{kind}-tp1{other}"),
-            (f"{kind.partition('-')[0]}-reference", f"{kind}-tp2{other}", f"{kind}-tp1@{one}"),
+            (f"{kind}-reference", f"{kind}-tp2@{one}", f"{kind}-tp1{other}"),
+            (f"{kind}-reference", f"{kind}-tp2{other}", f"{kind}-tp1@{one}"),
             *(((f"{kind}-tp1@{one}", f"{kind}-bfloat16{other}"),) if kind == "gqa" else ()),
         )
     ),
@@ -467,14 +436,14 @@ class Engine:
         return self.loads_of_ranks()[0]
 
     def loads_of_ranks(self) -> list[list[dict[str, Any]]]:
-        """Return the loads and pushes in the transfer log of every rank."""
+        """Return the loads and writes in the transfer log of every rank."""
         log = Path(str(self.settings.connector_settings["transfer_log"]))
         paths = sorted(log.parent.glob(f"{log.name}.rank*"))
         lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
         return [[line for line in of_rank if "step_began_at" not in line] for of_rank in lines]
 
     def steps(self) -> list[dict[str, Any]]:
-        """Return the steps in which the first rank has computed prompts that are pushed."""
+        """Return the steps in which the first rank has computed prompts that are written meanwhile."""
         log = Path(f"{self.settings.connector_settings['transfer_log']}.rank0")
         return [step for line in log.read_text().splitlines() if "step_began_at" in (step := json.loads(line))]
 

@@ -11,9 +11,9 @@ from typing import Any
 from ...small_models.shrink import language_part, quantisation
 from ...small_models.trial import STATES, engine_arguments, load_table
 from ...small_models.weights import published, write_small_model
+from .concurrent_flow import get_json, to_prefill
 from .forked_engines import Answer, ForkedEngine
 from .handoffs import random_prompt
-from .pushes import get_json, to_prefill
 
 MOVES, KEEPS = "KVFerryConnector", "KVFerryOffloadConnector"
 MAX_TOKENS = 8
@@ -136,7 +136,9 @@ def hand_over(prefill: ForkedEngine, decode: ForkedEngine, waves: Sequence[Seque
     return [answer.tokens for answer in answers]
 
 
-def push(prefill: ForkedEngine, decode: ForkedEngine, waves: Sequence[Sequence[list[int]]]) -> list[list[int]]:
+def hand_over_at_once(
+    prefill: ForkedEngine, decode: ForkedEngine, waves: Sequence[Sequence[list[int]]]
+) -> list[list[int]]:
     """Send prompts as a concurrent router does: to both engines at once."""
     address = re.findall(r"bootstrap queries are answered on (http://\S+:\d+)", prefill.log())[-1]
     entry = get_json(f"{address}/query")["0"]

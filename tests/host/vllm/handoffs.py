@@ -69,11 +69,6 @@ class Pair:
         return self.model in ROUNDED_MODELS
 
     @property
-    def is_written(self) -> bool:
-        """Whether the prefill engine writes held prompts on request."""
-        return self.name.endswith("written")
-
-    @property
     def is_compared(self) -> bool:
         """Whether one engine alone computes the same tokens: in bfloat16 only engines of equally many ranks do."""
         sizes = [described(name)[1].get("tensor_parallel_size", 1) for name in (self.prefill, self.decode)]
@@ -95,9 +90,7 @@ PAIRS = (
     Pair("mla-2-1", "mla-tp2", "mla-tp1"),
     Pair("mla-1-2", "mla-tp1", "mla-tp2", in_matrix=True),
     Pair("gqa-4-1", "gqa-tp4", "gqa-tp1", in_matrix=True),
-    Pair("gqa-2-1-scatter", "gqa-tp2", "gqa-tp1-scatter", in_matrix=True),
     Pair("gqa-2-1-mooncake", "gqa-tp2-mooncake", "gqa-tp1-mooncake", "mooncake", in_matrix=True),
-    Pair("gqa-2-1-written", "gqa-tp2-written", "gqa-tp1-written", "nixl", in_matrix=True),
     Pair("gqa-dp2-1", "gqa-dp2", "gqa-tp1", in_matrix=True),
     Pair("gqa-1-dp2", "gqa-tp1", "gqa-dp2", in_matrix=True),
     Pair("gqa-pp2-1", "gqa-pp2", "gqa-tp1"),
@@ -130,28 +123,26 @@ PAIRS = (
     Pair("qwennext-1-2", "qwennext-tp1", "qwennext-tp2", in_matrix=True),
     Pair("qwennext-2-1", "qwennext-tp2", "qwennext-tp1", in_matrix=True),
 )
-# The prefill engine pushes.
-PUSH_PAIRS = (
-    Pair("push-1-1", "gqa-push-tp1", "gqa-push-tp1-other"),
-    Pair("push-2-1", "gqa-push-tp2", "gqa-push-tp1"),
-    Pair("push-1-2", "gqa-push-tp1", "gqa-push-tp2"),
-    Pair("push-chunked", "gqa-push-chunked", "gqa-push-tp1"),
-    Pair("push-layers", "gqa-push-layers", "gqa-push-tp2"),
-    Pair("push-compiled", "gqa-push-compiled", "gqa-push-tp1", in_matrix=True),
-    Pair("push-preempted", "gqa-push-small", "gqa-push-tp1", in_matrix=True),
-    Pair("push-nixl", "gqa-push-tp2-auto", "gqa-push-tp1-nixl", "nixl", in_matrix=True),
-    Pair("push-mooncake", "gqa-push-tp2-mooncake", "gqa-push-tp1-mooncake", "mooncake", in_matrix=True),
-    Pair("push-gemma-2-1", "gemma-push-tp2", "gemma-push-tp1", in_matrix=True),
-    Pair("push-gemma-layers", "gemma-push-layers", "gemma-push-tp2", in_matrix=True),
-    Pair("push-granite-2-1", "granite-push-tp2", "granite-push-tp1", in_matrix=True),
-    Pair("push-granite-1-2", "granite-push-tp1", "granite-push-tp2", in_matrix=True),
-    Pair("push-mla-2-1", "mla-push-tp2", "mla-push-tp1", in_matrix=True),
-    Pair("push-gemma4-2-1", "gemma4-push-tp2", "gemma4-push-tp1", in_matrix=True),
-    Pair("push-gptoss-2-1", "gptoss-push-tp2", "gptoss-push-tp1", in_matrix=True),
+# The router sends to both engines at once.
+CONCURRENT_PAIRS = (
+    Pair("concurrent-1-1", "gqa-tp1", "gqa-tp1-next"),
+    Pair("concurrent-2-1", "gqa-tp2", "gqa-tp1"),
+    Pair("concurrent-1-2", "gqa-tp1", "gqa-tp2"),
+    Pair("concurrent-chunked", "gqa-chunked", "gqa-tp1"),
+    Pair("concurrent-layers", "gqa-layers", "gqa-tp2"),
+    Pair("concurrent-compiled", "gqa-compiled", "gqa-tp1", in_matrix=True),
+    Pair("concurrent-preempted", "gqa-small", "gqa-tp1", in_matrix=True),
+    Pair("concurrent-nixl", "gqa-tp2", "gqa-tp1-nixl", "nixl", in_matrix=True),
+    Pair("concurrent-mooncake", "gqa-tp2-mooncake", "gqa-tp1-mooncake", "mooncake", in_matrix=True),
+    Pair("concurrent-gemma-2-1", "gemma-chunked", "gemma-tp1", in_matrix=True),
+    Pair("concurrent-gemma-layers", "gemma-layers", "gemma-chunked", in_matrix=True),
+    Pair("concurrent-granite-2-1", "granite-tp2", "granite-tp1", in_matrix=True),
+    Pair("concurrent-granite-1-2", "granite-tp1", "granite-tp2", in_matrix=True),
+    Pair("concurrent-mla-2-1", "mla-tp2", "mla-tp1", in_matrix=True),
+    Pair("concurrent-gemma4-2-1", "gemma4-chunked", "gemma4-tp1", in_matrix=True),
+    Pair("concurrent-gptoss-2-1", "gptoss-chunked", "gptoss-tp1", in_matrix=True),
 )
 COMPARED_PAIRS = tuple(pair.name for pair in PAIRS if pair.is_compared)
-READ_PAIRS = tuple(pair.name for pair in PAIRS if not pair.is_written)
-"""Whose decode engine reads: the faults of its transport reach all that it loads."""
 ALL_PAIRS = bool(os.environ.get("KVFERRY_MATRIX"))
 
 
@@ -216,11 +207,13 @@ class Handoffs:
 
     @contextmanager
     def faults(self, plan: dict[str, Any]) -> Iterator[None]:
-        """Let the decode engine's transports err as ``plan`` says."""
-        self.decode.set_faults(plan)
+        """Let the prefill engine's transports err as ``plan`` says; the decode engine compares no digests meanwhile."""
+        self.decode.set_faults({})
+        self.prefill.set_faults(plan)
         try:
             yield
         finally:
+            self.prefill.set_faults(None)
             self.decode.set_faults(None)
 
     def log_ends(self) -> list[int]:
@@ -243,9 +236,9 @@ def random_prompts(seed: int, count: int, shortest: int, longest: int) -> list[l
 
 
 FIRST_WAVE = random_prompts(seed=1, count=32, shortest=5, longest=2000)
-# Of 1023 tokens the last would push a block out of a window of whole blocks that it attends to.
+# Of 1023 tokens the last would move a block out of a window of whole blocks that it attends to.
 SECOND_WAVE = [*random_prompts(seed=2, count=8, shortest=7, longest=700), random_prompt(2999, 1023)]
-PUSHED_WAVE = random_prompts(seed=21, count=24, shortest=5, longest=3000)
+CONCURRENT_WAVE = random_prompts(seed=21, count=24, shortest=5, longest=3000)
 # An engine alone too computes the last token of each of these in a step of its own, as the decode engine does.
 ROUNDED_WAVE = [random_prompt(3000 + index, (1 + index % 7) * ROUNDED_STEP + 1) for index in range(21)]
 NAMED_TOKENS = 1000
@@ -283,7 +276,7 @@ def wait_until_unused(engines: Sequence[Engine]) -> None:
 
 
 def submission_bytes(handoffs: Handoffs, num_tokens: int) -> int:
-    """Return the bytes that one decode rank reads from one prefill rank for a prompt.
+    """Return the bytes that one prefill rank writes to one decode rank for a prompt.
 
     By the models' shapes where these are plain: GQA pages of 64 keys and 64 values a token are moved whole, and where
     pairs of ranks share unequally many heads, the least counts. MLA: 4 layers, 576 elements a token. Otherwise as the
@@ -301,7 +294,7 @@ def submission_bytes(handoffs: Handoffs, num_tokens: int) -> int:
 
 
 def pages_in_a_block(handoffs: Handoffs) -> int:
-    """Return how many pages of a GQA block one decode rank reads at least from one prefill rank that it reads from."""
+    """Return how many pages of a GQA block a prefill rank writes at least to a decode rank that it writes to."""
     sides = handoffs.prefill, handoffs.decode
     num_layers, num_heads = PLAIN_SHAPES.get(handoffs.pair.model, (8, 4))
     heads_of_ranks = [max(1, num_heads // side.tp) for side in sides]

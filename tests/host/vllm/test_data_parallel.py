@@ -16,13 +16,13 @@ from .handoffs import Handoffs, Pair, check_tokens, for_pairs, random_prompt, ra
 pytestmark = pytest.mark.vllm
 
 
-def engines_read(handoffs: Handoffs, num_before: int) -> list[str]:
-    """Return the ids of the prefill engines from which the decode engine has read since."""
+def engines_loaded(handoffs: Handoffs, num_before: int) -> list[str]:
+    """Return the ids of the prefill engines from which the decode engine has loaded since."""
     return [load["remote_engine_id"] for load in handoffs.decode.loads()[num_before:]]
 
 
 @for_pairs("gqa-dp2-1")
-def test_the_rank_that_answered_is_the_one_that_is_read(
+def test_the_rank_that_answered_is_the_one_that_writes(
     pair: Pair, engine_pool: EnginePool, reference: Reference
 ) -> None:
     """Named by header, as a router that knows of data-parallel ranks does."""
@@ -35,12 +35,12 @@ def test_the_rank_that_answered_is_the_one_that_is_read(
     answers = [handoffs.decode.decode(prompt, params) for prompt, params in zip(prompts, held, strict=True)]
     handoffs.check_released(logs_before)
     check_tokens(answers, pair.model, prompts, reference)
-    assert engines_read(handoffs, num_before) == [params["remote_engine_id"] for params in held]
+    assert engines_loaded(handoffs, num_before) == [params["remote_engine_id"] for params in held]
 
 
 @for_pairs("gqa-dp2-1", "gqa-1-dp2")
 def test_the_engine_spreads_requests_over_its_ranks(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
-    """By vLLM's own choice; what a rank computed or read is counted by rank."""
+    """By vLLM's own choice; what a rank computed or loaded is counted by rank."""
     handoffs = Handoffs.of(pair, engine_pool)
     logs_before, num_before = handoffs.log_ends(), len(handoffs.decode.loads())
     before = [tokens_by_rank(engine.server) for engine in (handoffs.prefill, handoffs.decode)]
@@ -51,7 +51,7 @@ def test_the_engine_spreads_requests_over_its_ranks(pair: Pair, engine_pool: Eng
     for engine, first, last in zip((handoffs.prefill, handoffs.decode), before, after, strict=True):
         assert len(last) == engine.settings.data_parallel_size
         assert all(last[rank] > first.get(rank, 0) for rank in last), f"ranks of {engine.name} were idle: {last}"
-    assert len(set(engines_read(handoffs, num_before))) == handoffs.prefill.settings.data_parallel_size
+    assert len(set(engines_loaded(handoffs, num_before))) == handoffs.prefill.settings.data_parallel_size
 
 
 def tokens_by_rank(server: Server) -> dict[str, float]:
@@ -90,4 +90,4 @@ def test_a_router_that_knows_of_data_parallel_ranks(
     check_tokens(answers, pair.model, prompts, reference)
     assert len(samples) == 2
     check_tokens([samples], pair.model, [sampled], reference)
-    assert {name[-4:] for name in engines_read(handoffs, num_before)} == {"_dp0", "_dp1"}
+    assert {name[-4:] for name in engines_loaded(handoffs, num_before)} == {"_dp0", "_dp1"}

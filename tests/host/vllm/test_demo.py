@@ -98,12 +98,12 @@ def test_demo_of_offload(folder: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_demo_of_pushes(folder: Path) -> None:
-    with started_demo(folder, "--mode", "push", "--prompts", "6") as process:
+def test_demo_behind_a_concurrent_router(folder: Path) -> None:
+    with started_demo(folder, "--mode", "concurrent", "--prompts", "6") as process:
         output, _ = process.communicate(timeout=560)
     report = json.loads(output)
     assert process.returncode == 0, (folder / "stderr").read_text()
-    assert (report["mode"], report["problems"]) == ("push", [])
+    assert (report["mode"], report["problems"]) == ("concurrent", [])
     assert report["requests"] == report["identical"] == 6
     assert report["bytes"] == report["expected_bytes"]
     assert report["received_tokens"] == report["prompt_tokens"]

@@ -1,4 +1,4 @@
-"""Small models of published configurations on engines: pull, push, and offload over a restart; tokens as alone."""
+"""Small models of published configurations on engines: both flows of routers, and offload; tokens as alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,23 +9,24 @@ import pytest
 
 from ...matrix_results import Results, results_folder
 from ...small_models.weights import names
-from .families import Family, Place, ask, hand_over, has_states, push, runs_unquantised, tried
+from .families import Family, Place, ask, hand_over, hand_over_at_once, has_states, runs_unquantised, tried
 from .forked_engines import EngineFailed, prepare, running
 
 pytestmark = pytest.mark.vllm
 IN_EVERY_RUN = ("DeepSeek-V2-Lite", "Falcon-H1-0.5B-Instruct", "Olmo-3-7B-Instruct")
 """Two whose classes change their configuration while they are built, and one with windows and scaled positions."""
+FLOWS = ("sequential", "concurrent")
 NO_STATES = "unsupported: holds states; only attention is offloaded"
 CHUNKS = "unsupported: is a ChunkedLocalAttentionSpec"
 SHORT_CONVOLUTIONS = "unsupported: holds states of SHORT_CONV"
 REFUSED: dict[str, dict[str, str]] = {
     **{name: {"offload": NO_STATES} for name in names() if has_states(name)},
     **{
-        name: {"pull": SHORT_CONVOLUTIONS, "push": SHORT_CONVOLUTIONS, "offload": NO_STATES}
+        name: {**dict.fromkeys(FLOWS, SHORT_CONVOLUTIONS), "offload": NO_STATES}
         for name in ("LFM2-1.2B", "LFM2-8B-A1B")
     },
     **{
-        name: dict.fromkeys(("pull", "push", "offload"), CHUNKS)
+        name: dict.fromkeys((*FLOWS, "offload"), CHUNKS)
         for name in ("Llama-4-Scout-17B-16E-Instruct", "Llama-4-Scout-17B-16E-Instruct-FP8-dynamic")
     },
 }
@@ -93,17 +94,13 @@ def test_a_published_model(name: str, tmp_path: Path, engine_pool: Any) -> None:
         family = Family.of(name, engine_pool.models, is_quantised=False)
         expected, besides = alone(family, place), ["not quantised"]
     by = ["TP 1"] * (family.tp == 1) + besides
-    with uses.of("pull", *by):
-        prefill, decode = place.moving(family, "prefill", family.tp), place.moving(family, "decode")
-        with running([prefill, decode]):
-            assert hand_over(prefill, decode, family.waves) == expected
-        check_loads(place.loads("decode"), len(expected))
-    with uses.of("push", *by):
-        prefill = place.moving(family, "prefill-push", family.tp, mode="push")
-        decode = place.moving(family, "decode-push", mode="push")
-        with running([prefill, decode]):
-            assert push(prefill, decode, family.waves) == expected
-        check_loads(place.loads("decode-push"), len(expected))
+    for flow, send in zip(FLOWS, (hand_over, hand_over_at_once), strict=True):
+        with uses.of(flow, *by):
+            prefill = place.moving(family, f"prefill-{flow}", family.tp)
+            decode = place.moving(family, f"decode-{flow}")
+            with running([prefill, decode]):
+                assert send(prefill, decode, family.waves) == expected
+            check_loads(place.loads(f"decode-{flow}"), len(expected))
     with uses.of("offload", *besides):
         with running([keeps := place.keeping(family, "keeps")]):
             assert [answer.tokens for answer in ask(keeps, family.waves)] == expected

@@ -184,7 +184,7 @@ def counts_of(engine: Engine) -> "Counter[str]":
 
 
 def check_nothing_is_left(handoffs: Handoffs, pool: EnginePool, seconds: float = 10.0) -> None:
-    """Both engines soon keep nothing for any request: no block, hold, slot, lease, pin or store."""
+    """Both engines soon keep nothing for any request: no block, hold, lease, pin or store."""
     deadline = time.monotonic() + seconds
     while left := {engine.name: found for engine in both(handoffs) if (found := what_is_left(engine, pool))}:
         assert time.monotonic() < deadline, left

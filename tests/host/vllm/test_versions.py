@@ -3,7 +3,7 @@
 Where their caches differ, the handshake refuses the pair and both logs name the field.
 
 ``make test-versions`` makes an environment for each other release, runs this module, and runs the pairs of
-``test_pairs.py`` and ``test_push.py`` with each release on both sides.
+``test_pairs.py`` and ``test_concurrent.py`` with each release on both sides.
 """
 
 import json
@@ -16,10 +16,11 @@ from kvferry.harness.child_process import LaunchError
 from kvferry.harness.launch import stop_servers, wait_until_ready
 
 from ...waits import wait_until
+from .concurrent_flow import ConcurrentHandoffs
 from .engine_pool import CANNOT_START, OTHER_RELEASES, OWN_RELEASE, Engine, EnginePool, Reference, RequestFailed
 from .handoffs import (
+    CONCURRENT_WAVE,
     FIRST_WAVE,
-    PUSHED_WAVE,
     Handoffs,
     Pair,
     check_tokens,
@@ -27,7 +28,6 @@ from .handoffs import (
     random_prompt,
     wait_until_unused,
 )
-from .pushes import Pushes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.versions]
 OLDEST, OLD = OTHER_RELEASES
@@ -88,16 +88,18 @@ def test_engines_of_two_releases_hand_prompts_over(pair: Pair, engine_pool: Engi
     check_tokens(answers, pair.model, FIRST_WAVE, reference)
 
 
-@for_mixed("gqa-push")
-def test_engines_of_two_releases_push(pair: Pair, engine_pool: EnginePool, reference: Reference) -> None:
-    pushes = Pushes.of(pair, engine_pool)
-    check_releases(pushes)
-    logs_before, before = pushes.log_ends(), pushes.decode.prompt_tokens()
-    answers = pushes.send_all(PUSHED_WAVE)
-    pushes.check_released(logs_before)
-    moved = pushes.decode.prompt_tokens() - before
-    assert (moved.received, moved.computed) == (sum(map(len, PUSHED_WAVE)), 0)
-    check_tokens(answers, pair.model, PUSHED_WAVE, reference)
+@for_mixed("gqa")
+def test_engines_of_two_releases_behind_a_concurrent_router(
+    pair: Pair, engine_pool: EnginePool, reference: Reference
+) -> None:
+    handoffs = ConcurrentHandoffs.of(pair, engine_pool)
+    check_releases(handoffs)
+    logs_before, before = handoffs.log_ends(), handoffs.decode.prompt_tokens()
+    answers = handoffs.send_all(CONCURRENT_WAVE)
+    handoffs.check_released(logs_before)
+    moved = handoffs.decode.prompt_tokens() - before
+    assert (moved.received, moved.computed) == (sum(map(len, CONCURRENT_WAVE)), 0)
+    check_tokens(answers, pair.model, CONCURRENT_WAVE, reference)
 
 
 @over_pairs(unlike_pairs(), lambda pair: (pair.prefill, pair.decode))

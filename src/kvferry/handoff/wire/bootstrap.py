@@ -1,4 +1,4 @@
-"""Where a router and decode engines learn which engine pushes: the bootstrap query of Mooncake's protocol.
+"""Where a router and decode engines learn of a prefill engine: the bootstrap query of Mooncake's protocol.
 
 A router asks ``GET /query`` once, at its start, reads ``{"0": {"engine_id": ...}}`` and hands that engine id, with the
 address it asked, to decode engines, which ask the same address for the offer. The engine id includes the epoch. A
@@ -52,27 +52,19 @@ UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _ADDRESS = re.compile(r"http://([^/?#@]+)/?")
 
 
-class SignedOffer(msgspec.Struct, frozen=True):
-    """The fields of an offer that are signed: those of version 9, so that an engine of that version can check them."""
+class Offer(msgspec.Struct, frozen=True):
+    """A prefill engine: its control end point with the epoch, and its block sizes by cache group.
+
+    ``version`` is the oldest version that the engine speaks, ``newest`` the newest one. HTTP protects neither the query
+    nor its answer: an engine with keys signs its offer (:func:`signed`).
+    """
 
     version: Unsigned
+    newest: Unsigned
     engine_id: Identifier
     control: EndPoint
     block_sizes: Annotated[tuple[Annotated[int, msgspec.Meta(ge=1)], ...], msgspec.Meta(max_length=256)]
     signature: Annotated[str, msgspec.Meta(pattern=SIGNATURE_PATTERN)] = ""
-
-
-class Offer(SignedOffer, frozen=True):
-    """A prefill engine that pushes: its control end point with the epoch, and its block sizes by cache group.
-
-    ``version`` is the oldest version that the engine speaks, ``newest`` the newest one, which an engine of version 9
-    does not say. An engine that ``compares_adapters`` writes no prompt of an adapter whose weights are not known to be
-    the same on both engines.
-    HTTP protects neither the query nor its answer: an engine with keys signs its offer (:func:`signed`).
-    """
-
-    newest: Unsigned = 0
-    compares_adapters: bool = False
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -88,8 +80,7 @@ def signed(offer: Offer, keys: Keys | None) -> Offer:
 
 
 def _signed_data(offer: Offer) -> bytes:
-    fields = {name: getattr(offer, name) for name in SignedOffer.__struct_fields__}
-    return b"bootstrap offer\0" + msgspec.msgpack.encode(SignedOffer(**{**fields, "signature": ""}))
+    return b"bootstrap offer\0" + msgspec.msgpack.encode(msgspec.structs.replace(offer, signature=""))
 
 
 def id_in_epoch(engine_id: str, epoch: int) -> str:
@@ -163,7 +154,7 @@ class BootstrapServer:
             raise HandoffError(
                 Reason.UNSUPPORTED,
                 f"no decode engine could read the offer of engine {offer.engine_id!r}: {error}.",
-                'Set "mode" to "pull", or run another model.',
+                "Run another model.",
             ) from error
         self._body = body
 
@@ -371,14 +362,14 @@ def _choose(entries: list[Entry], address: str, engine_id: str) -> Offer:
     """Return the offer of the engine that the router names, or the only one there is.
 
     The router may name an earlier epoch of the engine, or the engine that had the address before. That is no danger:
-    the engine pushes only a prompt that the router has sent it under the transfer id, and compares the prompt's digest.
+    the engine writes only a prompt that the router has sent it under the transfer id, and compares the prompt's digest.
     """
     offers = [entry.kvferry for entry in entries if entry.kvferry is not None]
     if not offers:
         raise HandoffError(
             Reason.PROTOCOL_MISMATCH,
             f"the engine at {address} does not run kvferry.",
-            'Start it with KVFerryConnector and "mode": "push".',
+            "Start it with KVFerryConnector.",
         )
     found = next((offer for offer in offers if offer.engine_id == engine_id), offers[0] if len(offers) == 1 else None)
     if found is None:
@@ -396,5 +387,5 @@ def _choose(entries: list[Entry], address: str, engine_id: str) -> Offer:
             engine_id,
             peer=address,
         )
-    agree(prefill=Versions.said(found.version, found.newest))
+    agree(prefill=Versions(found.version, found.newest))
     return found

@@ -82,7 +82,7 @@ class LeaseKeeper:
         That engine refuses, so that its log too has the versions of both: parameters come through a router, and tell it
         nothing. ``is_trusted`` says that a trusted engine has named the host.
         """
-        question = DirectoryRequest(OURS.oldest, sender, OURS.newest)
+        question = DirectoryRequest(OURS.oldest, OURS.newest, sender)
         self._client.tell(host, port, question, VERSIONS_SECONDS, is_trusted=is_trusted)
 
     def say_refused(self, hold: RemoteHold, sender: str, error: KVFerryError) -> None:

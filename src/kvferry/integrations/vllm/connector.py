@@ -99,11 +99,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return None if layout is None else layout.value
 
     @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # The replay of a whole step as one graph does not call the connector after each layer.
-        return parse_settings(extra_config).mode == "push"
-
-    @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats | None":
         return Statistics(data=data) if data is not None else Statistics()
 
@@ -119,7 +114,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
-        # Peers may read the memory that sleep takes away. Before 0.33 vLLM does not ask.
+        # Peers may write into the memory that sleep takes away. Before 0.33 vLLM does not ask.
         return False
 
     # In the scheduler.
@@ -184,7 +179,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.begin_step(self._orders)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        self._worker.start_loads(self._orders)
+        self._worker.end_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: the engine runs a request only after its whole load has been committed."""
@@ -192,7 +187,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
     ) -> None:
-        """Let pushes send the layer's blocks; they read the cache in place."""
+        """Let the layer's blocks be written to other engines, out of the cache in place."""
         self._worker.finish_layer(layer_name)
 
     def wait_for_save(self) -> None:

@@ -36,7 +36,6 @@ class _Door:
     """Whom the engine behind this API server trusts; ``trust`` is None where this process cannot read the keys."""
 
     extra_config: Mapping[str, Any]
-    is_push: bool
     trust: "Trust | None"
 
 
@@ -68,7 +67,7 @@ def check_params(config: Any, params: object, request_id: str, num_prompts: int 
             f"kv_transfer_params are a {type(params).__name__}, not an object.",
             "Check that the router copies the prefill engine's kv_transfer_params whole.",
         )
-    if _is_for_another(config, settings, params):
+    if _is_for_another(config, params):
         return
     if num_prompts > 1 and (params.get("do_remote_prefill") or params.get("do_remote_decode")):
         raise HandoffError(
@@ -81,40 +80,48 @@ def check_params(config: Any, params: object, request_id: str, num_prompts: int 
 
 
 def check_own_prompt(config: Any, params: Any, request: Any) -> None:
-    """Refuse the parameters of a pull that are not of the prompt of ``request``, vLLM's request to its engine.
+    """Refuse the parameters of a hold that are not of the prompt of ``request``, vLLM's request to its engine.
 
     Raises :class:`HandoffError` (invalid-request).
     """
-    if not params or (settings := own_settings(config)) is None:
+    if not params or own_settings(config) is None:
         return
     # vLLM remembers images that it has given to the engine: to refuse such a prompt here would mislead it.
-    if not params.get("do_remote_prefill") or request.mm_features or _door_of(settings).is_push:
+    if not params.get("do_remote_prefill") or request.mm_features or _is_for_another(config, params):
         return
-    if _is_for_another(config, settings, params):
-        return
-    from kvferry.integrations.vllm.scheduler.params import check_prompt, parse_params
+    from kvferry.integrations.vllm.scheduler.params import check_prompt, names_transfer, parse_params
 
+    if names_transfer(params, request.request_id):
+        return
     parsed = parse_params(params, request.request_id)
     num_tokens, num_held = len(request.prompt_token_ids or ()), parsed.kvferry.num_tokens
     # Which of the two is right, only the engine's cache groups say.
     check_prompt(parsed, request, num_held if num_tokens - 1 <= num_held <= num_tokens else num_tokens)
 
 
-def _is_for_another(config: Any, settings: Mapping[str, Any], params: Mapping[str, Any]) -> bool:
-    """Return whether parameters of a remote prefill are for another connector of the engine, as far as one can tell."""
+def _is_for_another(config: Any, params: Mapping[str, Any]) -> bool:
+    """Return whether parameters of a remote prefill are for another connector of the engine, as far as one can tell.
+
+    Mooncake's connector has a ``transfer_id`` too, which its router sends together with a bootstrap address.
+    """
     if not params.get("do_remote_prefill") or not may_be_for_another(config):
         return False
-    return ("transfer_id" if _door_of(settings).is_push else "kvferry") not in params
+    return "kvferry" not in params and "transfer_id" not in params
 
 
 def _check_source(door: _Door, params: Mapping[str, Any], request_id: str) -> None:
     """Refuse parameters that name no prefill engine, or one that is not trusted. Raises as :func:`check_params`."""
     from kvferry.handoff.wire.bootstrap import parse_address
-    from kvferry.integrations.vllm.scheduler.params import check_signature, parse_params, parse_push_params
+    from kvferry.integrations.vllm.scheduler.params import (
+        check_signature,
+        names_transfer,
+        parse_params,
+        parse_transfer_params,
+    )
 
-    if door.is_push:
-        # No key signs what a router says of a push.
-        host, _ = parse_address(parse_push_params(params, request_id).remote_bootstrap_addr)
+    if names_transfer(params, request_id):
+        # No key signs what a router says of a transfer.
+        host, _ = parse_address(parse_transfer_params(params, request_id).remote_bootstrap_addr)
     else:
         parsed = parse_params(params, request_id)
         if door.trust is not None and door.trust.keys is not None:
@@ -137,7 +144,7 @@ def _door_of(extra_config: Mapping[str, Any]) -> _Door:
         except SettingsError as error:
             # On another host than the engine, for example. The engine checks each request again.
             logger.warning("kvferry: this API server leaves the check of signatures to its engine: %s", error)
-        _door = _Door(dict(extra_config), settings.mode == "push", trust)
+        _door = _Door(dict(extra_config), trust)
     return _door
 
 

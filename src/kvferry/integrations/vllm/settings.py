@@ -1,7 +1,7 @@
 """Settings of the connector, ``kv_connector_extra_config``, validated when the engine starts."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -22,7 +22,6 @@ from kvferry.handoff.wire.keys import Keys
 from kvferry.handoff.wire.trust import Trust, as_network
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.network import THIS_HOST
 from kvferry.transport.registry import FACTORIES
 from kvferry.transport.registry import check_setting as check_transport
@@ -30,12 +29,9 @@ from kvferry.transport.registry import check_setting as check_transport
 _LISTED = "'kvferry settings' lists the settings of each connector and what they may be."
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
 Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
-_FOR_PUSHES = frozenset(("bootstrap_port", "router_address", "http_address"))
-_FOR_WRITES = frozenset(("fence_seconds", "rank_ports"))
 _PORTS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
 _NAME = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_.-]*[0-9A-Za-z_])?")
 AnySettings = TypeVar("AnySettings", bound=msgspec.Struct)
-LOAD_SECONDS, PUSH_SECONDS = 30.0, 120.0
 
 
 def about(meaning: str, **more: str | tuple[str, ...]) -> msgspec.Meta:
@@ -71,25 +67,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     An empty default stands for what ``unset`` says.
     """
 
-    mode: Annotated[
-        Literal["pull", "push"],
-        about(
-            "How caches move, the same on both engines: `pull` once the prompt is computed, `push` while it is.",
-            page="decisions/push.md",
-        ),
-    ] = "pull"
     bootstrap_port: Annotated[
         Port,
         about(
-            "With `push`, where a prefill engine answers the bootstrap query of vllm-router (`--kv-connector mooncake "
-            "--prefill URL PORT`); 0 takes a free port.",
+            "Where a prefill engine answers the bootstrap query of vllm-router (`--kv-connector mooncake --prefill URL "
+            "PORT`); 0 takes a free port.",
         ),
     ] = 0
     router_address: Annotated[
         str,
         about(
-            "With `push`, the address of vllm-router's `--vllm-discovery-address` (`--kv-connector moriio`), which "
-            "then sends each request to both engines at once; goes together with `http_address`.",
+            "The address of vllm-router's `--vllm-discovery-address` (`--kv-connector moriio`), which then sends each "
+            "request to both engines at once; goes together with `http_address`.",
             unit="host:port",
             unset="none",
         ),
@@ -157,8 +146,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank_ports: Annotated[
         str,
         about(
-            "With `push`, and where held prompts are written: the ports at `host`, such as `5700-5799`, of which each "
-            "rank takes the first free one, so that a firewall can open them; engines of one host may share them.",
+            "The ports at `host`, such as `5700-5799`, of which each rank takes the first free one, so that a firewall "
+            "can open them; engines of one host may share them.",
             unit="first-last",
             unset="any free port",
             page="two-hosts.md#ports",
@@ -189,47 +178,27 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 0.0
     load_timeout_seconds: Annotated[
-        Seconds | None,
+        Seconds,
         about(
-            "How long a decode engine waits for a prompt, with `push` also until it is computed; some 10 s later the "
-            "request fails even if the prefill engine is stopped.",
-            unit="seconds",
-            unset=f"`{LOAD_SECONDS:g}`, with `push` `{PUSH_SECONDS:g}`",
+            "How long a decode engine waits for a prompt, where a router sends to both engines at once also until it "
+            "is computed; some 10 s later the request fails even if the prefill engine is stopped.",
             page="decisions/quarantined-blocks.md",
         ),
-    ] = None
-    held_prompts: Annotated[
-        Literal["auto", "read", "write"],
-        about(
-            "With `pull`, whether a decode engine reads a held prompt or the prefill engine writes it on request: "
-            "`auto` writes a GPU's memory over NIXL without RDMA, which reads slowly, where the prefill engine reaches "
-            "the decode engine's ranks, and reads host memory; a prefill engine with `read` writes none.",
-            page="decisions/written-on-request.md",
-        ),
-    ] = "auto"
+    ] = 120.0
     fence_seconds: Annotated[
         Seconds,
         about(
-            "With `push`, and where held prompts are written: how long the blocks of a failed load wait for a prefill "
-            "engine on another host to confirm that it writes no more; then a fence closes the rank's memory and opens "
-            "it anew, and its other loads fail.",
+            "How long the blocks of a failed load wait for a prefill engine on another host to confirm that it writes "
+            "no more; then a fence closes the rank's memory and opens it anew, and its other loads fail.",
             page="decisions/fences.md",
         ),
     ] = 60.0
-    strategy: Annotated[
-        Literal["auto", "direct", "scatter"],
-        about(
-            "How a decode engine reads: `direct` from cache to cache, `scatter` long runs into a stage of 64 MiB and "
-            "copies from there, `auto` chooses for each pair of ranks by typical costs; with `push` only `direct`.",
-            page="decisions/packing-at-the-source.md",
-        ),
-    ] = "direct"
     integrity: Annotated[
         Literal["auto", "off", "sample", "full"],
         about(
             "How much of a loaded cache is compared with the prefill engine's digests before it is used: `sample` one "
             "layer and KV head of every 16 tokens, `full` every byte; the prefill engine needs at least the decode "
-            "engine's value. `auto` is `sample`, and compares neither what an engine without digests pushes nor caches "
+            "engine's value. `auto` is `sample`, and compares neither what an engine without digests writes nor caches "
             "of numbers of other than 1, 2 or 4 bytes.",
             page="decisions/integrity.md",
         ),
@@ -238,8 +207,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_log: Annotated[
         str,
         about(
-            "A file that gets one JSON line per load and rank (`.rank<rank>` is appended), and with `push` also "
-            "events of each rank; where held prompts are written, of decode ranks.",
+            "A file that gets one JSON line per load and rank, and the events of each rank's writes (`.rank<rank>` is "
+            "appended).",
             unit="path",
             unset="none",
             page="metrics.md#one-line-for-each-load",
@@ -255,39 +224,23 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
 
     @property
-    def wanted_strategy(self) -> Strategy | None:
-        """The strategy asked for; None leaves the choice to each pair of ranks."""
-        return None if self.strategy == "auto" else Strategy(self.strategy)
-
-    @property
     def wanted_integrity(self) -> Integrity:
         """How much of a transfer is compared."""
         return Integrity.SAMPLE if self.integrity == "auto" else Integrity(self.integrity)
 
     @property
     def requires_digests(self) -> bool:
-        """Whether a push from a prefill engine without digests, and a cache that has none, is refused.
-
-        A pull by an engine with digests from one without is always refused.
-        """
+        """Whether a load from a prefill engine without digests, and a cache that has none, is refused."""
         return self.integrity != "auto"
-
-    @property
-    def load_seconds(self) -> float:
-        """How long a load may take, with ``push`` from the announcement on."""
-        if self.load_timeout_seconds is not None:
-            return self.load_timeout_seconds
-        return PUSH_SECONDS if self.mode == "push" else LOAD_SECONDS
 
     @property
     def handshake_timeout_seconds(self) -> float:
         """How long a prefill engine may take to answer a handshake: the other half of a load's time is for the load.
 
-        A push waits for a prompt, so its time says little of handshakes; a lease bounds what an engine may leave
+        A load may wait for a prompt, so its time says little of handshakes; a lease bounds what an engine may leave
         unanswered.
         """
-        half = self.load_seconds / 2
-        return min(half, self.lease_seconds / 4) if self.mode == "push" else half
+        return min(self.load_timeout_seconds / 2, self.lease_seconds / 4)
 
     @property
     def local_host(self) -> str:
@@ -315,39 +268,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         hosts = (self.host, *self.allowed_hosts)
         return bool(self.keys) or self.allow_unauthenticated or not all(is_loopback(host) for host in hosts)
 
-    def transports_listen_at(self, *, loads: bool) -> str:
-        """Where the ports of the transports of this engine's ranks are; empty for every interface.
-
-        A decode engine that ``loads`` by pull connects to other hosts, and UCX listens where it connects from. Where
-        the engine itself listens on loopback and may connect anywhere, no setting names that interface.
-        """
-        if not self.meets_other_hosts:
+    @property
+    def transports_listen_at(self) -> str:
+        """Where the ports of the transports of this engine's ranks are; empty for every interface."""
+        if not self.meets_other_hosts or (is_loopback(self.host) and is_loopback(self.reachable_host)):
             return THIS_HOST
-        if self._is_on_loopback:
-            return "" if loads and self.allow_unauthenticated and not self.allowed_hosts else THIS_HOST
         return "" if is_wildcard(self.host) or is_loopback(self.host) else self.host
-
-    def transports_reach(self, *, loads: bool) -> tuple[str, ...]:
-        """Hosts and networks to which an engine that itself listens on loopback connects for its loads."""
-        return self.allowed_hosts if loads and self._is_on_loopback and self.meets_other_hosts else ()
-
-    @property
-    def _is_on_loopback(self) -> bool:
-        """Whether no other host reaches this engine where it listens."""
-        return is_loopback(self.host) and is_loopback(self.reachable_host)
-
-    def may_write_held(self, slow_reads: Iterable[str], *, on_device: bool) -> bool:
-        """Whether a rank may write the prompts that it holds, and peers may write into its cache. ``slow_reads`` are
-        the reasons of its transports.
-        """
-        if self.held_prompts != "auto":
-            return self.held_prompts == "write"
-        return on_device and any(slow_reads) and self.strategy != "scatter"
-
-    @property
-    def scatters(self) -> bool:
-        """Whether a rank that reads needs a stage."""
-        return self.strategy in ("auto", "scatter")
 
 
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
@@ -370,8 +296,6 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     _check_model_id(settings)
     _check_ports(settings)
     _check_keys(settings)
-    _check_mode(settings, extra_config)
-    _check_held_prompts(settings)
     _check_router(settings)
     return settings
 
@@ -394,8 +318,8 @@ def converted(extra_config: Mapping[str, Any], kind: type[AnySettings]) -> AnySe
 def _choices(kind: type[msgspec.Struct], error: str) -> str:
     """Return the values that the setting of a validation error may have, where they are few words.
 
-    >>> _choices(Settings, "Invalid enum value 'pusch' - at `$.mode`")
-    "Use 'pull' or 'push'. "
+    >>> _choices(Settings, "Invalid enum value 'ful' - at `$.integrity`")
+    "Use 'auto' or 'full' or 'off' or 'sample'. "
     """
     name = error.rpartition("`$.")[2].rstrip("`")
     information = msgspec.inspect.type_info(kind)
@@ -414,7 +338,7 @@ def _if_default(name: str, given: Mapping[str, Any]) -> str:
 def _check_times(settings: Settings, given: Mapping[str, Any]) -> None:
     most = settings.max_hold_seconds
     times = {
-        "load_timeout_seconds": settings.load_seconds,
+        "load_timeout_seconds": settings.load_timeout_seconds,
         "lease_seconds": settings.lease_seconds,
         "turn_seconds": settings.turn_seconds,
     }
@@ -527,50 +451,6 @@ def trust_of(settings: Settings) -> Trust:
     """Return whom the engine trusts. Reads the keys; raises :class:`SettingsError` as :class:`Keys` does."""
     anywhere = settings.allow_unauthenticated and not settings.allowed_hosts
     return Trust(Keys(settings.keys) if settings.keys else None, settings.allowed_hosts, anywhere=anywhere)
-
-
-def _check_mode(settings: Settings, given: Mapping[str, Any]) -> None:
-    """Refuse settings that the mode does not use."""
-    if settings.mode != "push" and (ignored := sorted(_FOR_PUSHES & given.keys())):
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"{ignored[0]} is set, and mode 'pull' does not use it.",
-            f'Set "mode" to "push", or leave "{ignored[0]}" out.',
-        )
-    writes_nothing = settings.mode != "push" and settings.held_prompts == "read"
-    if writes_nothing and (ignored := sorted(_FOR_WRITES & given.keys())):
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"{ignored[0]} is set, and with held_prompts 'read' nothing uses it: no prompt is written.",
-            f'Set "held_prompts" to "auto" or "write", or leave "{ignored[0]}" out.',
-        )
-    if settings.mode == "push" and settings.turn_seconds:
-        raise SettingsError(
-            Reason.UNSUPPORTED,
-            "turn_seconds is set: the next turn is read from a decode engine, and mode 'push' reads nothing.",
-            'Set "mode" to "pull" on both engines, or leave "turn_seconds" out.',
-        )
-    if settings.mode == "push" and settings.held_prompts == "write":
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            "held_prompts is 'write', and mode 'push' holds no prompt to be loaded later.",
-            'Set "mode" to "pull", or leave "held_prompts" out.',
-        )
-    if settings.mode == "push" and settings.strategy != "direct":
-        raise SettingsError(
-            Reason.UNSUPPORTED,
-            f"strategy {settings.strategy!r} is for reads; mode 'push' writes every cache directly.",
-            'Set "strategy" to "direct", or leave it out.',
-        )
-
-
-def _check_held_prompts(settings: Settings) -> None:
-    if settings.held_prompts == "write" and settings.strategy == "scatter":
-        raise SettingsError(
-            Reason.UNSUPPORTED,
-            "strategy 'scatter' is for reads; with held_prompts 'write' every cache is written directly.",
-            'Set "strategy" to "auto" or "direct", or "held_prompts" to "read".',
-        )
 
 
 def _check_router(settings: Settings) -> None:

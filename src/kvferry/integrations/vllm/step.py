@@ -9,20 +9,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.errors import KVFerryError
-from kvferry.execution.guard_words import Held
-from kvferry.handoff.messages import EndPoint, Handle, Identity
-from kvferry.handoff.push.sender import Prompt
+from kvferry.handoff.messages import EndPoint, Identity
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.source import Prompt
 from kvferry.plan.request import GroupBlocks
 
 EPOCH_BITS = 53  # an epoch passes through JSON, which routers may parse as a double
 MAX_HELD_REQUESTS = 16384
-"""Guard words of each rank: at most so many requests are held at a time."""
+"""At most so many prompts that are no transfers are held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
-class PushedPrompt:
-    """A prompt to be pushed: its transfer id, the router's or a guard word, and what both engines compare: tokens,
+class AnnouncedPrompt:
+    """What a destination announces of a prompt: the transfer id of its hold, and what both engines compare: tokens,
     digest, and the digest of its adapter's weights, empty where there is none.
     """
 
@@ -36,21 +35,20 @@ class PushedPrompt:
 class PromptLoad:
     """One request's ``num_tokens`` prompt tokens to load, as blocks of every cache group.
 
-    A worker reports an order with an ``error`` as failed at once. An order without a guard word ``held`` is announced
-    and has no source blocks; any other order is read under that word, or announced as ``pushed`` where the source
-    writes what it holds. ``is_late`` says that the source sets the word with its next step. The engine computes what
-    an ``is_optional`` load does not bring.
+    A worker reports an order with an ``error`` as failed at once; any other one it announces to the source ranks of the
+    ``hold``, whose engine has blocks of ``source_block_sizes``. They may learn of the hold ``late_seconds`` later. The
+    engine computes what an ``is_optional`` load does not bring.
     """
 
     request_id: str
     timeout_seconds: float
     hold: RemoteHold | None = None
-    held: Held | None = None
     num_tokens: int = 0
     blocks: tuple[GroupBlocks, ...] = ()
     error: KVFerryError | None = None
-    pushed: PushedPrompt | None = None
-    is_late: bool = False
+    announced: AnnouncedPrompt | None = None
+    source_block_sizes: tuple[int, ...] = ()
+    late_seconds: float = 0.0
     is_optional: bool = False
 
 
@@ -67,28 +65,30 @@ class StepMetadata(KVConnectorMetadata):
     """Orders of one step.
 
     ``computes`` is false for a step that computes no token. ``wait_seconds``: how long the step waits where the engine
-    waits for what no rank is told of; else 0. ``written`` are the guard words of requests whose prompt
-    the step computes to its end, ``late`` the words of finished requests that earlier steps have written;
-    ``ended_slots`` are the slots to clear before. The requests of ``aborted`` loads have ended, and the remote holds
-    of ``lost`` loads; ``outdated`` loads bring prompts of before a reset of the cache. ``prompts`` are the pushed
-    prompts that the step computes, by transfer id; the step may overwrite the blocks of transfers that are
-    ``preempted`` or ``ended_transfers``. The engine drains and has refused ``refused_transfers``. ``quarantined`` are
-    requests whose blocks are kept while a peer may still write into them, each with the rank that reported the request.
+    waits for what no rank is told of; else 0.
+
+    Prompts are named by transfer id. ``prompts`` are those of routers' transfers that the step computes, in part or to
+    the end; ``finished`` are held ones that the step computes to their end; ``held`` are those of ended requests, which
+    earlier steps have computed. The step may overwrite the blocks of transfers that are ``preempted`` or
+    ``ended_transfers``. The engine drains and has refused ``refused_transfers``.
+
+    The requests of ``aborted`` loads have ended, and the remote holds of ``lost`` loads; ``outdated`` loads bring
+    prompts of before a reset of the cache. ``quarantined`` are requests whose blocks are kept while a peer may still
+    write into them, each with the rank that reported the request.
     """
 
     computes: bool = True
     wait_seconds: float = 0.0
-    written: list[Held] = field(default_factory=list)
-    late: dict[Handle, Held] = field(default_factory=dict)
-    ended_slots: list[int] = field(default_factory=list)
+    prompts: list[tuple[str, Prompt]] = field(default_factory=list)
+    finished: list[tuple[str, Prompt]] = field(default_factory=list)
+    held: list[tuple[str, Prompt]] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    ended_transfers: list[str] = field(default_factory=list)
+    refused_transfers: list[str] = field(default_factory=list)
     loads: list[PromptLoad] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     outdated: list[str] = field(default_factory=list)
-    prompts: list[tuple[str, Prompt]] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-    ended_transfers: list[str] = field(default_factory=list)
-    refused_transfers: list[str] = field(default_factory=list)
     quarantined: list[tuple[int, str]] = field(default_factory=list)
     engine: EngineEndPoint | None = None
 

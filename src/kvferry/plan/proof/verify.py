@@ -2,12 +2,11 @@
 
 The proof shares no code with the planner. :mod:`kvferry.plan.proof.needed_bytes` enumerates *units*: needed bytes that
 are contiguous at source and destination, each with its source address. A list is right if it writes exactly the units'
-bytes, each once, from its source address. For scatter, :func:`compose` first turns the reads into the stage and the
-copies out of it into one list from cache to cache.
+bytes, each once, from its source address.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,9 +15,6 @@ from kvferry.errors import Reason, VerificationError
 from kvferry.layout.shard import Region, Shard
 from kvferry.plan.proof.needed_bytes import Heads, Units, all_heads, needed_from, needed_in
 from kvferry.plan.request import GroupBlocks
-
-if TYPE_CHECKING:
-    from kvferry.plan.staging.scatter import Merge
 
 
 def verify_pair(
@@ -141,77 +137,3 @@ def _check_source(found: _Comparison, rows: Integers, units: Units) -> None:
         name, shift = units.name(int(unit[wrong[0]])), int(sent_from[wrong[0]])
         address = int(found.start[both][wrong[0]]) + shift
         raise VerificationError(Reason.WRONG_SOURCE, f"{name} is read from {address:#x}, which holds other bytes.")
-
-
-def compose(reads: Integers, merges: Sequence["Merge"], stage_bytes: int, source: Shard) -> Descriptors:
-    """Return the list from cache to cache that is equal to reads into a stage and copies out of it.
-
-    ``reads`` are rows of source address, stage offset and length. Raises :class:`VerificationError`: ``out-of-region``
-    for a read outside the stage or the source's regions, ``bytes-doubled`` for a stage byte that is written twice,
-    ``bytes-missing`` for a stage byte that is copied but never written.
-
-    >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.plan.staging.scatter import Merge
-    >>> from kvferry.layout.dense import shard_for
-    >>> source = shard_for(layers=["0"], num_kv_heads=1, head_size=4, itemsize=1, block_size=2, num_blocks=4,
-    ...     layout=NamedLayout.BHLNC)
-    >>> merge = Merge(0, 8, 1000, 16, np.array([5, 4]), 4, ((2, 4, 8),))
-    >>> compose(np.array([[32, 0, 16]]), [merge], 16, source).tolist()
-    [[32, 1080, 4], [36, 1088, 4], [40, 1064, 4], [44, 1072, 4]]
-    """
-    copies = np.concatenate([np.empty((0, 3), dtype=np.int64), *(_rows(merge) for merge in merges)])
-    reads = reads[np.argsort(reads[:, 1], kind="stable")]
-    _check_reads(reads, stage_bytes, source)
-    ends = reads[:, 1] + reads[:, 2]
-    first = np.searchsorted(ends, copies[:, 0], side="right")
-    last = np.searchsorted(reads[:, 1], copies[:, 0] + copies[:, 2], side="left") - 1
-    # A copied run that several reads have filled becomes one row per read.
-    num_rows = np.maximum(last - first + 1, 1)
-    copy = np.repeat(np.arange(len(copies)), num_rows)
-    read = first[copy] + np.arange(len(copy)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
-    unread = np.flatnonzero((read < 0) | (read >= len(reads)))
-    if unread.size:
-        _missing(copies[copy[unread[0]]])
-    begin = np.maximum(copies[copy, 0], reads[read, 1])
-    end = np.minimum(copies[copy, 0] + copies[copy, 2], ends[read])
-    source_address = reads[read, 0] + begin - reads[read, 1]
-    rows = np.stack((source_address, copies[copy, 1] + begin - copies[copy, 0], end - begin), axis=1)
-    covered = np.bincount(copy, weights=np.maximum(end - begin, 0), minlength=len(copies))
-    short = np.flatnonzero((covered != copies[:, 2]) | (num_rows < 1))
-    if short.size:
-        _missing(copies[short[0]])
-    return rows.astype(np.uint64)
-
-
-def _check_reads(reads: Integers, stage_bytes: int, source: Shard) -> None:
-    inside = (reads[:, 1] >= 0) & (reads[:, 2] > 0) & (reads[:, 1] + reads[:, 2] <= stage_bytes)
-    held = np.zeros(len(reads), dtype=np.bool_)
-    for region in source.regions:
-        end = region.base_address + region.length
-        held |= (reads[:, 0] >= region.base_address) & (reads[:, 0] + reads[:, 2] <= end)
-    wrong = np.flatnonzero(~(inside & held))
-    if wrong.size:
-        raise VerificationError(
-            Reason.OUT_OF_REGION,
-            f"{reads[wrong[0]].tolist()} leaves the stage of {stage_bytes} bytes or the source's regions.",
-        )
-    twice = np.flatnonzero(reads[1:, 1] < (reads[:, 1] + reads[:, 2])[:-1])
-    if twice.size:
-        raise VerificationError(Reason.BYTES_DOUBLED, f"stage byte {int(reads[twice[0] + 1, 1])} is written twice.")
-
-
-def _rows(merge: "Merge") -> Integers:
-    """Return every run of a copy: stage offset, address in the cache and length."""
-    stage = np.arange(len(merge.destination_blocks)) * merge.stage_block_stride + merge.stage_offset
-    destination = merge.destination_blocks * merge.destination_block_stride + merge.destination_address
-    for count, stage_stride, destination_stride in reversed(merge.loops):
-        index = np.arange(count)
-        stage = (stage[:, None] + index * stage_stride).reshape(-1)
-        destination = (destination[:, None] + index * destination_stride).reshape(-1)
-    return np.stack((stage, destination, np.full(len(stage), merge.run_bytes)), axis=1)
-
-
-def _missing(copied: Integers) -> None:
-    raise VerificationError(
-        Reason.BYTES_MISSING, f"{int(copied[2])} bytes at {int(copied[0])} of the stage are copied but never read."
-    )

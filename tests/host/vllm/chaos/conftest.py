@@ -6,14 +6,14 @@ import pytest
 
 from ..engine_pool import EnginePool
 from .runner import Row, table
-from .scene import MODES, Scene
+from .scene import FLOWS, Scene
 
 ROWS: list[Row] = []
 
 
 @pytest.fixture(scope="module")
 def scenes(engine_pool: EnginePool) -> Iterator[dict[str, Scene]]:
-    """Scenes by the name of their mode; one of them runs at a time."""
+    """Scenes by the name of their flow; one of them runs at a time."""
     found: dict[str, Scene] = {}
     try:
         yield found
@@ -24,20 +24,20 @@ def scenes(engine_pool: EnginePool) -> Iterator[dict[str, Scene]]:
 
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, scenes: dict[str, Scene], engine_pool: EnginePool) -> Scene:
-    """The scene of the test's mode; its engines start with its first event."""
-    mode = next(mode for mode in MODES if mode.name == request.getfixturevalue("mode"))
+    """The scene of the test's flow; its engines start with its first event."""
+    flow = next(flow for flow in FLOWS if flow.name == request.getfixturevalue("flow"))
     for name, other in scenes.items():
-        if name != mode.name:
+        if name != flow.name:
             other.stop()
-    if mode.name not in scenes:
-        scenes[mode.name] = Scene.of(mode, engine_pool, engine_pool.folder / f"chaos-{mode.name}")
-    return scenes[mode.name]
+    if flow.name not in scenes:
+        scenes[flow.name] = Scene.of(flow, engine_pool, engine_pool.folder / f"chaos-{flow.name}")
+    return scenes[flow.name]
 
 
 @pytest.fixture
 def row(request: pytest.FixtureRequest) -> Row:
     """The row of the test in the table."""
-    row = Row(request.getfixturevalue("mode"), request.getfixturevalue("event").name)
+    row = Row(request.getfixturevalue("flow"), request.getfixturevalue("event").name)
     ROWS.append(row)
     return row
 

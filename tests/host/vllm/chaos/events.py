@@ -19,7 +19,7 @@ STOPPED_SECONDS = LEASE_SECONDS + 2.0
 TROUBLED_SECONDS = 8.0
 NUM_CUTS = 10
 SLOW_BYTES_PER_SECOND = 150_000
-"""A read of the longest prompts takes longer than the lease."""
+"""A write of the longest prompts takes longer than the lease."""
 LESS_BYTES_PER_SECOND = 500_000
 """Loads keep their blocks so long that the decode engine has none left, and end before their deadline."""
 LONG: tuple[Prompt, ...] = tuple(prompt for prompt in PROMPTS if len(prompt) > 400)
@@ -46,9 +46,9 @@ class Event:
     """Whether the clients' own connections may end: those to the router."""
     bytes_per_second: int | None = None
     short_in: str = ""
-    """The mode in which ``make test`` has the event."""
+    """The flow with which ``make test`` has the event."""
     defects: dict[str, str] = field(default_factory=dict)
-    """Why the event is known to fail, by the name of the mode."""
+    """Why the event is known to fail, by the name of the flow."""
 
 
 # Moments.
@@ -130,7 +130,7 @@ def cut_connections(scene: Scene, load: Load) -> None:
 
 
 def outlast_the_lease(scene: Scene, load: Load) -> None:
-    """Reads are slow, and no renewal arrives."""
+    """Writes are slow, and no renewal arrives."""
     in_the_middle(scene)
     scene.prefill.relay.trouble = Trouble(is_silent=True)
     load.stop()
@@ -158,7 +158,7 @@ def side(scene: Scene, name: str) -> Side:
 
 
 EVENTS = (
-    Event("every connection cut, ten times", cut_connections, LONG, short_in="push"),
+    Event("every connection cut, ten times", cut_connections, LONG, short_in="concurrent"),
     Event("control messages delayed by 1 s", trouble(Trouble(delay_seconds=1.0)), may_fail=False),
     Event("control messages lost", trouble(Trouble(loses="questions"))),
     Event("answers lost, so that messages come twice", trouble(Trouble(loses="answers"))),
@@ -173,7 +173,7 @@ EVENTS = (
         bytes_per_second=LESS_BYTES_PER_SECOND,
     ),
     Event(
-        "lease ends in mid-read",
+        "lease ends in mid-write",
         outlast_the_lease,
         LONG,
         bytes_per_second=SLOW_BYTES_PER_SECOND,
@@ -192,7 +192,7 @@ EVENTS = (
     ),
     Event("one prefill rank killed", kill_one_rank, LONG),
     Event("prefill engine killed before transfers", kill("prefill", before_transfers)),
-    Event("prefill engine killed in the middle", kill("prefill", in_the_middle), LONG, short_in="pull"),
+    Event("prefill engine killed in the middle", kill("prefill", in_the_middle), LONG, short_in="sequential"),
     Event(
         "prefill engine killed after transfers",
         kill("prefill", after_transfers),
@@ -219,9 +219,9 @@ BYTES_MOVE = (
     "decode engine stopped, then continued",
 )
 """Where other transports differ from cma: bytes are moving as a process ends or stops."""
-BY_MODE = {
-    "pull": EVERYWHERE,
-    "push": EVERYWHERE,
-    "pull-nixl": BYTES_MOVE,
-    "push-nixl": BYTES_MOVE,
+BY_FLOW = {
+    "sequential": EVERYWHERE,
+    "concurrent": EVERYWHERE,
+    "sequential-nixl": BYTES_MOVE,
+    "concurrent-nixl": BYTES_MOVE,
 }

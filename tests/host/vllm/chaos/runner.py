@@ -16,7 +16,7 @@ NUM_AFTERWARDS = 20
 class Row:
     """What an event did."""
 
-    mode: str
+    flow: str
     event: str
     responses: list[Response] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -34,7 +34,7 @@ class Row:
         errors = {name: number for name, number in sorted(outcomes.items()) if name != RIGHT}
         longest = max((response.seconds for response in self.responses), default=0.0)
         return [
-            self.mode,
+            self.flow,
             self.event,
             str(len(self.responses)),
             str(outcomes[RIGHT]),
@@ -51,7 +51,7 @@ class Row:
 
 
 COLUMNS = (
-    "mode", "event", "requests", "right", "errors by status", "failed loads by reason", "longest wait",
+    "flow", "event", "requests", "right", "errors by status", "failed loads by reason", "longest wait",
     "blocks free after", "holds ended by the prefill engine", "blocks left", "served again after", "right afterwards",
     "took",
 )  # fmt: skip

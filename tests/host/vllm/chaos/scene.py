@@ -43,7 +43,7 @@ BACK_SECONDS = 60.0
 AT_ONCE = 8
 """Requests in flight."""
 BYTES_PER_SECOND = 4_000_000
-"""Of each read of a rank, or each push to a rank: a prompt of 1,000 tokens takes more than a second."""
+"""Of each write to a rank: a prompt of 1,000 tokens takes more than a second."""
 LONGEST_ANSWER = 150
 PROMPTS: tuple[Prompt, ...] = tuple(
     tuple(each) for each in random_prompts(seed=600, count=16, shortest=60, longest=1200)
@@ -55,22 +55,22 @@ ROUTER += ("--health-failure-threshold", "2", "--health-success-threshold", "1")
 
 
 @dataclass(frozen=True)
-class Mode:
-    """How caches move in a scene."""
+class Flow:
+    """The router's flow and the transport of a scene."""
 
     name: str
-    settings: dict[str, Any]
+    transport: str
 
     @property
-    def is_push(self) -> bool:
-        return self.settings["mode"] == "push"
+    def is_concurrent(self) -> bool:
+        return self.name.startswith("concurrent")
 
 
-MODES = (
-    Mode("pull", {"mode": "pull", "transport": "cma"}),
-    Mode("push", {"mode": "push", "transport": "cma"}),
-    Mode("pull-nixl", {"mode": "pull", "transport": "nixl"}),
-    Mode("push-nixl", {"mode": "push", "transport": "nixl"}),
+FLOWS = (
+    Flow("sequential", "cma"),
+    Flow("concurrent", "cma"),
+    Flow("sequential-nixl", "nixl"),
+    Flow("concurrent-nixl", "nixl"),
 )
 
 
@@ -165,7 +165,7 @@ class Side:
 class Scene:
     """Both engines and their router."""
 
-    mode: Mode
+    flow: Flow
     prefill: Side
     decode: Side
     folder: Path
@@ -174,22 +174,17 @@ class Scene:
     expected: dict[Prompt, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, mode: Mode, pool: EnginePool, folder: Path) -> "Scene":
+    def of(cls, flow: Flow, pool: EnginePool, folder: Path) -> "Scene":
         folder.mkdir(parents=True, exist_ok=True)
         sides = [
-            make_side(mode.settings, pool, folder, "prefill", "gqa-tp2", "127.0.0.2", 2 * CACHE_BYTES),
-            make_side(mode.settings, pool, folder, "decode", "gqa-tp1-nixl", "127.0.0.3", CACHE_BYTES),
+            make_side(flow.transport, pool, folder, "prefill", "gqa-tp2", "127.0.0.2", 2 * CACHE_BYTES),
+            make_side(flow.transport, pool, folder, "decode", "gqa-tp1-nixl", "127.0.0.3", CACHE_BYTES),
         ]
-        return cls(mode, *sides, folder=folder)
+        return cls(flow, *sides, folder=folder)
 
     @property
     def sides(self) -> tuple[Side, Side]:
         return self.prefill, self.decode
-
-    @property
-    def mover(self) -> Side:
-        """The engine whose transport moves the bytes."""
-        return self.prefill if self.mode.is_push else self.decode
 
     @property
     def clients(self) -> Clients:
@@ -238,15 +233,15 @@ class Scene:
         return Counter({name: log.count(text) for name, text in ENDED.items() if text in log})
 
     def set_speed(self, side: Side, bytes_per_second: int) -> None:
-        """Let this side's transport move so many bytes of each submission; only while it moves none."""
-        if side is self.mover:
+        """Let the prefill engine's transport move so many bytes of each submission; only while it moves none."""
+        if side is self.prefill:
             side.alive.set_faults({"bytes_per_second": bytes_per_second})
 
     def start_router(self) -> None:
         """Start the router at its address."""
         arguments = [*ROUTER]
         prefill_urls = [self.prefill.url]
-        if self.mode.is_push:
+        if self.flow.is_concurrent:
             port = str(self.prefill.settings.connector_settings["bootstrap_port"])
             arguments += ["--prefill", self.prefill.url, port, "--kv-connector", "mooncake"]
             prefill_urls = []
@@ -274,7 +269,7 @@ class Scene:
         return time.monotonic() - began_at
 
     def check_nothing_is_left(self, seconds: float = 10.0) -> None:
-        """Both schedulers soon keep nothing for any request: no block, hold, slot, lease or load."""
+        """Both schedulers soon keep nothing for any request: no block, hold, lease or load."""
         deadline = time.monotonic() + seconds
         while left := {side.name: found for side in self.sides if (found := side.what_is_left())}:
             assert time.monotonic() < deadline, f"left for requests that have ended: {left}"
@@ -302,9 +297,9 @@ def log_lines(sides: Iterable[Side], router: Server | None) -> Iterator[str]:
 
 
 def make_side(
-    moves: dict[str, Any], pool: EnginePool, folder: Path, name: str, like: str, address: str, cache_bytes: int
+    transport: str, pool: EnginePool, folder: Path, name: str, like: str, address: str, cache_bytes: int
 ) -> Side:
-    """Return a side whose engine is like one of the pool, but moves caches otherwise, at an address of its own.
+    """Return a side whose engine is like one of the pool, by this transport, at an address of its own.
 
     The engine holds no answer for a next turn: nothing may be left of a request.
     """
@@ -312,15 +307,14 @@ def make_side(
     watch_file = folder / f"{name}.under-way"
     connector = {
         **{name: value for name, value in settings.connector_settings.items() if name != "turn_seconds"},
-        **moves,
+        "transport": transport,
         "lease_seconds": LEASE_SECONDS,
         "load_timeout_seconds": LOAD_SECONDS,
         "port": free_port(),
+        "bootstrap_port": free_port(),
         "advertised_host": address,
         "transfer_log": str(folder / f"{name}.transfers"),
     }
-    if moves["mode"] == "push":
-        connector["bootstrap_port"] = free_port()
     paths = os.pathsep.join(filter(None, (str(IN_ENGINE), os.environ.get("PYTHONPATH"))))
     settings = replace(
         settings,

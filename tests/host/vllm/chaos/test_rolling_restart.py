@@ -27,7 +27,7 @@ from .scene import PROMPTS, Side, log_lines, make_side, tokens_alone, wait_for
 
 pytestmark = [pytest.mark.vllm, pytest.mark.chaos]
 
-MODES = ("pull", "push")
+FLOWS = ("sequential", "concurrent")
 NAMES = ("prefill-a", "prefill-b", "decode-a", "decode-b")
 READINESS = "kvferry.integrations.vllm.readiness.Readiness"
 """The engine of the pool brings the other middleware, which explains failed loads."""
@@ -50,7 +50,7 @@ NUM_RESETS = 3
 class Deployment:
     """The engines and their router."""
 
-    mode: str
+    flow: str
     sides: dict[str, Side]
     folder: Path
     router: Server | None = None
@@ -70,9 +70,9 @@ class Deployment:
             self.wait_until_routed(name)
 
     def router_arguments(self) -> list[str]:
-        arguments = [*HEALTH, *(["--kv-connector", "mooncake"] if self.mode == "push" else [])]
+        arguments = [*HEALTH, *(["--kv-connector", "mooncake"] if self.flow == "concurrent" else [])]
         for name, side in self.sides.items():
-            port = [str(side.settings.connector_settings["bootstrap_port"])] if self.mode == "push" else []
+            port = [str(side.settings.connector_settings["bootstrap_port"])] if self.flow == "concurrent" else []
             arguments += ["--prefill", side.url, *port] if "prefill" in name else ["--decode", side.url]
         return arguments
 
@@ -128,12 +128,12 @@ class Deployment:
         return log_lines(self.sides.values(), self.router)
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(scope="module", params=FLOWS)
 def deployment(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Iterator[Deployment]:
-    mode = request.param
-    folder = engine_pool.folder / f"rolling-{mode}"
+    flow = request.param
+    folder = engine_pool.folder / f"rolling-{flow}"
     folder.mkdir()
-    deployment = Deployment(mode, {name: one_side(name, mode, engine_pool, folder) for name in NAMES}, folder)
+    deployment = Deployment(flow, {name: one_side(name, engine_pool, folder) for name in NAMES}, folder)
     try:
         deployment.start()
         yield deployment
@@ -141,9 +141,8 @@ def deployment(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Itera
         deployment.stop()
 
 
-def one_side(name: str, mode: str, pool: EnginePool, folder: Path) -> Side:
-    moves = {"mode": mode, "transport": "cma"}
-    side = make_side(moves, pool, folder, name, "gqa-tp1", "127.0.0.1", CACHE_BYTES)
+def one_side(name: str, pool: EnginePool, folder: Path) -> Side:
+    side = make_side("cma", pool, folder, name, "gqa-tp1", "127.0.0.1", CACHE_BYTES)
     seconds = {name: CONNECTOR_SETTINGS[name] for name in ("lease_seconds", "load_timeout_seconds")}
     settings = replace(
         side.settings,

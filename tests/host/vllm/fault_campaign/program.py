@@ -26,7 +26,6 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from kvferry.execution.device import HOST
 from kvferry.execution.executor import Executor
-from kvferry.execution.guard_words import Scratch
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.scheduler import offload, offload_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks
@@ -141,7 +140,7 @@ class Life:
             self.faults.arm(Fault(**order["fault"]))
         # Threads do not survive a fork.
         worker = get_kv_transfer_group()._worker  # type: ignore[attr-defined]
-        worker._executor = Executor(Scratch(num_words=1), (), HOST)
+        worker._executor = Executor((), HOST)
 
     def _open_disk(self, *arguments: Any, **options: Any) -> WatchedDisk:
         seconds = self.order["stall_seconds"]

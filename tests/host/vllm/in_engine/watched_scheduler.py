@@ -14,7 +14,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
-from kvferry.integrations.vllm.step import MAX_HELD_REQUESTS
 
 VARIABLE = "KVFERRY_WATCH_FILE"
 
@@ -53,7 +52,6 @@ def under_way_in_moves(connector: KVFerryConnector) -> dict[str, int]:
         holds = state.holds.snapshot(now)
     return {
         "holds": len(holds["holds"]),
-        "slots": MAX_HELD_REQUESTS - holds["num_free_slots"],
         "ended holds": len(holds["ended"]),
         "held blocks": state.kept_blocks.num_kept,
         "remote holds": len(state.leases._holds.snapshot(now)),

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvferry.arrays import Integers
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.push.sender import BlockList
+from kvferry.handoff.source import BlockList
 from kvferry.layout.group import CacheKind
 from kvferry.plan.request import GroupBlocks, first_token_to_move
 
@@ -123,69 +123,67 @@ def blocks_to_load(
     groups: Sequence[GroupShape],
     source_block_sizes: Sequence[int],
     tokens: tuple[int, int],
-    source_ids: Sequence[Sequence[int] | Integers] | None,
-    destination_ids: Sequence[Sequence[int]],
+    block_ids: Sequence[Sequence[int]],
 ) -> tuple[GroupBlocks, ...]:
-    """Return the blocks of each group that bring the prompt's tokens from ``tokens[0]`` to ``tokens[1]``.
+    """Return this engine's blocks of each group for the prompt's tokens from ``tokens[0]`` to ``tokens[1]``.
 
-    The lists of ids begin with the prompt's first block and may be longer than the prompt. A source that writes knows
-    its blocks itself: its ``source_ids`` are None. Raises :class:`HandoffError`: group-mismatch for unequal numbers of
-    groups, invalid-request where a needed block is missing (it has left the window, or was never computed).
+    The lists of ids begin with the prompt's first block and may be longer than the prompt. A source knows its own
+    blocks. Raises :class:`HandoffError`: group-mismatch for unequal numbers of groups, invalid-request where a needed
+    block is missing.
 
     >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
-    >>> [blocks] = blocks_to_load([window], [16], (0, 64), [[0, 0, 7, 6]], [[0, 0, 2, 5, 9]])
-    >>> blocks.first_token, blocks.source_ids.tolist(), blocks.destination_ids.tolist()
-    (32, [7, 6], [2, 5])
+    >>> [blocks] = blocks_to_load([window], [16], (0, 64), [[0, 0, 2, 5, 9]])
+    >>> blocks.first_token, blocks.destination_ids.tolist()
+    (32, [2, 5])
     """
-    _check_number_of_groups(groups, source_block_sizes, destination_ids, *([] if source_ids is None else [source_ids]))
-    sources: Sequence[Sequence[int] | Integers | None] = [None] * len(groups) if source_ids is None else source_ids
-    sides = zip(groups, source_block_sizes, sources, destination_ids, strict=True)
+    _check_number_of_groups(groups, source_block_sizes, block_ids)
+    sides = zip(groups, source_block_sizes, block_ids, strict=True)
     return tuple(_blocks_of(index, *each, tokens) for index, each in enumerate(sides))
 
 
-def guarded_blocks(
-    groups: Sequence[GroupShape], block_sizes: Sequence[int], listed: Sequence[Sequence[int]], num_tokens: int
+def blocks_up_to(
+    groups: Sequence[GroupShape], listed: Sequence[Sequence[int]], num_tokens: int
 ) -> tuple[Integers, ...]:
-    """Return the source's blocks that a load of the prompt's first ``num_tokens`` can read, by position.
+    """Return a request's blocks that a load of its first ``num_tokens`` can take, by position.
 
-    The guard word names exactly these blocks, and only these are read: of a state the last block of its list, of other
-    groups the blocks up to the prompt's end. Blocks before a window are 0, whether vLLM has freed them yet or not.
-    Raises :class:`HandoffError` (group-mismatch) for lists of other groups.
+    Of a state it is the last block of its list, of other groups the blocks up to the prompt's end. Blocks before a
+    window are 0, whether vLLM has freed them yet or not. Raises :class:`HandoffError` (group-mismatch) for lists of
+    other groups.
 
     >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
-    >>> [ids.tolist() for ids in guarded_blocks([window], [16], [[3, 9, 7, 6, 5]], 64)]
+    >>> [ids.tolist() for ids in blocks_up_to([window], [[3, 9, 7, 6, 5]], 64)]
     [[0, 0, 7, 6]]
     """
-    _check_number_of_groups(groups, block_sizes, listed)
-    return tuple(_guarded(*each, num_tokens) for each in zip(groups, block_sizes, listed, strict=True))
+    _check_number_of_groups(groups, listed)
+    return tuple(_up_to(*each, num_tokens) for each in zip(groups, listed, strict=True))
 
 
-def _guarded(group: GroupShape, block_size: int, listed: Sequence[int], num_tokens: int) -> Integers:
+def _up_to(group: GroupShape, listed: Sequence[int], num_tokens: int) -> Integers:
     if group.kind is CacheKind.STATE:
         return np.asarray(listed[-1:], dtype=np.int64)
-    ids = np.array(listed[: -(-num_tokens // block_size)], dtype=np.int64)
-    ids[: _num_before_window(group, block_size, num_tokens)] = NULL_BLOCK_ID
+    ids = np.array(listed[: -(-num_tokens // group.block_size)], dtype=np.int64)
+    ids[: _num_before_window(group, num_tokens)] = NULL_BLOCK_ID
     return ids
 
 
-def _num_before_window(group: GroupShape, block_size: int, num_tokens: int) -> int:
+def _num_before_window(group: GroupShape, num_tokens: int) -> int:
     """Return how many of the first blocks the token after these tokens does not attend to."""
     if group.kind is not CacheKind.SLIDING_WINDOW:
         return 0
     # As vLLM counts: that token attends to the window - 1 tokens before it.
-    return max(num_tokens - group.window + 1, 0) // block_size
+    return max(num_tokens - group.window + 1, 0) // group.block_size
 
 
-def has_every_block(groups: Sequence[GroupShape], guarded: Sequence[Integers], num_tokens: int) -> bool:
-    """Return whether :func:`guarded_blocks` of this engine's own sizes lack none that a load of the tokens reads.
+def has_every_block(groups: Sequence[GroupShape], up_to: Sequence[Integers], num_tokens: int) -> bool:
+    """Return whether :func:`blocks_up_to` lack none that a load of the tokens takes.
 
     >>> window = GroupShape(CacheKind.SLIDING_WINDOW, 16, 20)
     >>> [has_every_block([window], [np.array(ids)], 64) for ids in ([0, 0, 7, 6], [0, 0, 7, 0], [0, 0, 7])]
     [True, False, False]
     """
-    for group, ids in zip(groups, guarded, strict=True):
+    for group, ids in zip(groups, up_to, strict=True):
         num_blocks = 1 if group.kind is CacheKind.STATE else -(-num_tokens // group.block_size)
-        begin = _num_before_window(group, group.block_size, num_tokens)
+        begin = _num_before_window(group, num_tokens)
         if len(ids) < num_blocks or (ids[begin:] == NULL_BLOCK_ID).any():
             return False
     return True
@@ -240,12 +238,7 @@ def _check_number_of_groups(groups: Sequence[GroupShape], *lists: Sequence[objec
 
 
 def _blocks_of(
-    index: int,
-    group: GroupShape,
-    source_block_size: int,
-    source: Sequence[int] | Integers | None,
-    destination: Sequence[int],
-    tokens: tuple[int, int],
+    index: int, group: GroupShape, source_block_size: int, listed: Sequence[int], tokens: tuple[int, int]
 ) -> GroupBlocks:
     if group.kind is CacheKind.STATE:
         # The last block of a list holds the state, which is token 0 to 1.
@@ -253,26 +246,21 @@ def _blocks_of(
             group=group_name(index),
             first_token=0,
             last_token=1,
-            source_block_ids=() if source is None else _last_block(index, "prefill", source),
-            destination_block_ids=_last_block(index, "decode", destination),
+            source_block_ids=(),
+            destination_block_ids=_last_block(index, listed),
         )
     first, end, size = _first_token(group, source_block_size, tokens), tokens[1], group.block_size
     return GroupBlocks(
         group=group_name(index),
         first_token=first,
         last_token=end,
-        source_block_ids=(
-            () if source is None else _ids_covering(index, "prefill", source, source_block_size, first, end)
-        ),
-        destination_block_ids=_ids_covering(index, "decode", destination, size, first, end),
-        source_first_token=0 if source is None else first // source_block_size * source_block_size,
+        source_block_ids=(),
+        destination_block_ids=_ids_covering(index, listed, size, first, end),
         destination_first_token=first // size * size,
     )
 
 
-def _ids_covering(
-    index: int, side: str, listed: Sequence[int] | Integers, block_size: int, first_token: int, end_token: int
-) -> Integers:
+def _ids_covering(index: int, listed: Sequence[int], block_size: int, first_token: int, end_token: int) -> Integers:
     """Return the ids of the blocks that hold the tokens; every one must be real."""
     if first_token == end_token:
         return np.empty(0, dtype=np.int64)
@@ -280,20 +268,20 @@ def _ids_covering(
     wanted = np.asarray(listed[first:end], dtype=np.int64)
     if len(wanted) < end - first or (wanted == NULL_BLOCK_ID).any():
         missing = first + (int((wanted == NULL_BLOCK_ID).argmax()) if (wanted == NULL_BLOCK_ID).any() else len(wanted))
-        raise _missing(index, side, f"block number {missing} of {len(listed)}, which tokens to {end_token} need")
+        raise _missing(index, f"block number {missing} of {len(listed)}, which tokens to {end_token} need")
     return wanted
 
 
-def _last_block(index: int, side: str, listed: Sequence[int] | Integers) -> Sequence[int] | Integers:
+def _last_block(index: int, listed: Sequence[int]) -> Sequence[int]:
     """Return the block of a state: the last one of its list, which must be real."""
     if len(listed) == 0 or listed[-1] == NULL_BLOCK_ID:
-        raise _missing(index, side, "state")
+        raise _missing(index, "state")
     return listed[-1:]
 
 
-def _missing(index: int, side: str, what: str) -> HandoffError:
+def _missing(index: int, what: str) -> HandoffError:
     return HandoffError(
         Reason.INVALID_REQUEST,
-        f"cache group {index}: the {side} engine has no {what}.",
-        "Let the prefill engine generate one token only (max_tokens 1): blocks that leave a window are freed.",
+        f"cache group {index}: this engine has no {what}.",
+        "Report it with the engine's log: vLLM gives a request these blocks before a load.",
     )

@@ -52,9 +52,9 @@ class KeptBlocks:
         self._num_references: Integers = np.zeros(0, np.int64)
         """Of this object, to each block of the pool."""
         self._kept: dict[Hashable, _Kept] = {}
-        self._lent: dict[str, list[KVCacheBlock]] = {}
-        self._lenders: defaultdict[int, set[str]] = defaultdict(set)
-        self._used: set[str] = set()
+        self._lent: dict[Hashable, list[KVCacheBlock]] = {}
+        self._lenders: defaultdict[int, set[Hashable]] = defaultdict(set)
+        self._used: set[Hashable] = set()
 
     def bind(self, pool: "BlockPool") -> None:
         """Take references in this pool from now on."""
@@ -102,10 +102,10 @@ class KeptBlocks:
         pool.touch(blocks)
         np.add.at(self._num_references, kept.block_ids, 1)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: Hashable) -> bool:
         return name in self._kept or name in self._lent
 
-    def are_given_up(self, name: str) -> bool:
+    def are_given_up(self, name: Hashable) -> bool:
         """Return whether the request of these kept blocks has given them up.
 
         An engine gives the blocks of a request up together, some steps after its end where a step with the request is
@@ -127,12 +127,12 @@ class KeptBlocks:
     def free(self, name: Hashable) -> None:
         """Drop the references under this name, the tail first, as vLLM does: a prefix stays cached longest."""
         assert self._pool is not None
-        if isinstance(name, str) and name in self._lent:
+        if name in self._lent:
             self._forget_lent(name)
         else:
             self._pool.free_blocks(reversed(self._taken_out(name)))
 
-    def lend(self, name: str) -> None:
+    def lend(self, name: Hashable) -> None:
         """Let the pool give these blocks to others, the tail first; :meth:`take_used` then returns the name."""
         assert self._pool is not None
         blocks = self._lent[name] = self._taken_out(name)
@@ -140,7 +140,7 @@ class KeptBlocks:
             self._lenders[block.block_id].add(name)
         self._pool.unpin_blocks(reversed(blocks), self._note_use)
 
-    def take_used(self) -> set[str]:
+    def take_used(self) -> set[Hashable]:
         """Return the names of which the pool has given a lent block to a request, each once."""
         used, self._used = self._used, set()
         return used
@@ -159,7 +159,7 @@ class KeptBlocks:
         # A block may be lent under several names, but the pool remembers one call.
         self._used |= self._lenders.get(block.block_id, set())
 
-    def _forget_lent(self, name: str) -> None:
+    def _forget_lent(self, name: Hashable) -> None:
         self._used.discard(name)
         for block in self._lent.pop(name):
             names = self._lenders[block.block_id]
@@ -242,5 +242,5 @@ class Quarantine:
 
 
 def _name(request_id: str) -> Hashable:
-    # No text: a hold's name, which a client can choose, is never equal to it.
+    # No handle of a hold is equal to it.
     return "quarantine", request_id

@@ -13,15 +13,15 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.adapters import NO_ADAPTER, Adapter, AdapterDigest
-from kvferry.handoff.guard_word import HeldPrompt
-from kvferry.handoff.holds import Hold
+from kvferry.handoff.adapters import AdapterDigest
+from kvferry.handoff.holds import Hold, is_of_hold
 from kvferry.handoff.messages import Handle, LeaseSeconds, Name, Unsigned
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.source import Prompt
 from kvferry.handoff.versions import OURS, Versions, agree
 from kvferry.handoff.wire.addresses import check_host
 from kvferry.handoff.wire.keys import Keys
-from kvferry.integrations.vllm.scheduler.parts import EngineState
+from kvferry.integrations.vllm.scheduler.engine_state import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
 from kvferry.layout.group import MAX_BLOCK_SIZE
 from kvferry.layout.shard import MAX_GROUPS
@@ -36,48 +36,35 @@ MAX_SIGNATURE_LENGTH = 512
 MAX_TOKENS = 1 << 31
 BlockSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
 BlockIds = Annotated[tuple[Unsigned, ...], msgspec.Meta(max_length=MAX_BLOCKS)]
-Generation = Annotated[str, msgspec.Meta(pattern="^[0-3][0-9a-f]{15}$", max_length=16)]
+Generation = Annotated[str, msgspec.Meta(pattern="^(?!0{16})[0-3][0-9a-f]{15}$", max_length=16)]
 Signature = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2})*\Z", max_length=MAX_SIGNATURE_LENGTH)]
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$", max_length=32)]
 
 
-class SignedFerry(msgspec.Struct, frozen=True):
-    """kvferry's fields of version 9, which are signed as they were: a decode engine of that version checks them too.
+class Ferry(msgspec.Struct, frozen=True):
+    """kvferry's fields: the hold and its epoch, the prompt's tokens and digest, and the block size of each group.
 
-    They are the hold and its epoch, the prompt's tokens and digest, and the block size of each group.
-    The ``generation`` is text of hexadecimal digits: routers may parse a number as a double. ``is_late`` says that the
-    guard word comes with the prefill engine's next step. The ``signature`` of :func:`signed_bytes` by the prefill
-    engine's key is hexadecimal; an engine without keys does not sign.
+    ``version`` is the oldest version that the prefill engine speaks, ``newest`` the newest one: the engine does not
+    know who will read its answer. The ``generation`` is text of hexadecimal digits: routers may parse a number as a
+    double; 0 names no hold. ``is_late`` says that the prefill engine's ranks learn of the hold with its next step.
+    ``adapter`` is the digest of the weights of the prompt's adapter, empty where there is none. The ``signature`` of
+    :func:`signed_bytes` by the prefill engine's key is hexadecimal; an engine without keys does not sign.
     """
 
     version: Unsigned
+    newest: Unsigned
     epoch: Unsigned
     generation: Generation
-    slot: Unsigned
     is_late: bool
     lease_seconds: LeaseSeconds
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
     prompt_digest: Digest
     block_sizes: Annotated[tuple[BlockSize, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+    adapter: AdapterDigest = ""
     signature: Signature = ""
 
 
-class Ferry(SignedFerry, frozen=True):
-    """kvferry's fields. ``adapter`` is the digest of the weights of the prompt's adapter, empty where there is none.
-
-    ``version`` is the oldest version that the prefill engine speaks, ``newest`` the newest one: the engine does not
-    know who will read its answer. An engine of version 9 says no ``newest``. ``adapter_signature`` is the one of
-    :func:`adapter_bytes`; parameters without an ``adapter`` need none.
-
-    A field that is added is in neither signature. One that a client must not change needs a signature too.
-    """
-
-    newest: Unsigned = 0
-    adapter: AdapterDigest = ""
-    adapter_signature: Signature = ""
-
-
-class RemoteParams(msgspec.Struct, frozen=True):
+class HoldParams(msgspec.Struct, frozen=True):
     """The fields of ``kv_transfer_params`` that the decode side uses; others are ignored."""
 
     remote_engine_id: Name
@@ -97,41 +84,47 @@ class RemoteParams(msgspec.Struct, frozen=True):
         return RemoteHold(*where, handle, is_trusted)
 
 
-class PushParams(msgspec.Struct, frozen=True):
+class TransferParams(msgspec.Struct, frozen=True):
     """The fields of a router that speaks Mooncake's protocol; others are ignored."""
 
     transfer_id: Name
     remote_engine_id: Name
     remote_bootstrap_addr: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
+    def __post_init__(self) -> None:
+        if is_of_hold(self.transfer_id):
+            raise ValueError(f"transfer_id {self.transfer_id!r} is the name of a hold")
 
-def parse_push_params(params: Mapping[str, Any], request_id: str) -> PushParams:
-    """Return the push that ``kv_transfer_params`` name, or the request's id where the router puts the address there.
 
-    Raises :class:`HandoffError` (malformed-message).
+def names_transfer(params: Mapping[str, Any], request_id: str) -> bool:
+    """Return whether the parameters, or the request's id, name a router's transfer and not a hold.
+
+    >>> names_transfer({"transfer_id": "x"}, "r"), names_transfer({"transfer_id": "x", "kvferry": {}}, "r")
+    (True, False)
+    """
+    return "kvferry" not in params and ("transfer_id" in params or decode_request_id(request_id) is not None)
+
+
+def parse_transfer_params(params: Mapping[str, Any], request_id: str) -> TransferParams:
+    """Return the transfer that ``kv_transfer_params`` name, or the request's id where the router puts the address
+    there. Raises :class:`HandoffError` (malformed-message).
     """
     given = dict(params)
     if given.get("remote_engine_id") is None and (found := decode_request_id(request_id)) is not None:
         given["remote_bootstrap_addr"], given["remote_engine_id"] = found
     try:
-        return msgspec.convert(given, PushParams)
+        return msgspec.convert(given, TransferParams)
     except NOT_OF_THE_SCHEMA as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
-            f"kv_transfer_params of {request_id} name no push: {error}.",
+            f"kv_transfer_params of {request_id} name no transfer: {error}.",
             "Run vllm-router with --kv-connector mooncake and each prefill engine's bootstrap_port, or with "
             "--kv-connector moriio and --vllm-discovery-address, which is each engine's router_address.",
         ) from error
 
 
 def answer_params(
-    hold: Hold,
-    prompt: HeldPrompt,
-    block_ids: Sequence[Sequence[int]],
-    state: EngineState,
-    *,
-    is_late: bool,
-    adapter: Adapter = NO_ADAPTER,
+    hold: Hold, prompt: Prompt, block_ids: Sequence[Sequence[int]], state: EngineState, *, is_late: bool
 ) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` that a prefill engine answers for a held prompt, signed where it has keys."""
     answer: dict[str, Any] = {
@@ -148,32 +141,28 @@ def answer_params(
             "newest": OURS.newest,
             "epoch": state.epoch,
             "generation": f"{hold.handle.generation:016x}",
-            "slot": hold.slot,
             "is_late": is_late,
             "lease_seconds": state.settings.turn_seconds if hold.yields else state.settings.lease_seconds,
             "num_tokens": prompt.num_tokens,
-            "prompt_digest": prompt.prompt_digest,
-            "block_sizes": list(prompt.block_sizes),
+            "prompt_digest": prompt.digest,
+            "block_sizes": [group.block_size for group in state.groups],
         },
     }
-    if adapter.digest:
-        answer["kvferry"]["adapter"] = adapter.digest
+    if prompt.adapter.digest:
+        answer["kvferry"]["adapter"] = prompt.adapter.digest
     if (keys := state.trust.keys) is not None:
         with suppress(KVFerryError):  # a client may choose a name that no decode engine takes
             parsed = parse_params(answer, hold.handle.request_id)
             answer["kvferry"]["signature"] = keys.sign(signed_bytes(parsed)).hex()
-            if adapter.digest:
-                answer["kvferry"]["adapter_signature"] = keys.sign(adapter_bytes(parsed)).hex()
     return answer
 
 
 def check_own_answers(state: EngineState) -> None:
     """Read an answer of this engine as a decode engine reads it. Raises :class:`HandoffError` (unsupported)."""
-    sizes = [group.block_size for group in state.groups]
-    hold = Hold(Handle("sample", state.epoch), "sample", slot=0)
-    answer = answer_params(hold, HeldPrompt("0" * 32, 1, sizes, []), [[] for _ in sizes], state, is_late=False)
+    hold = Hold(Handle("sample", state.epoch or 1), "sample")
+    answer = answer_params(hold, Prompt(1, "0" * 32, {}, 0), [[] for _ in state.groups], state, is_late=False)
     try:
-        msgspec.convert(msgspec.json.decode(msgspec.json.encode(answer)), RemoteParams)
+        msgspec.convert(msgspec.json.decode(msgspec.json.encode(answer)), HoldParams)
     except NOT_OF_THE_SCHEMA as error:
         raise HandoffError(
             Reason.UNSUPPORTED,
@@ -182,27 +171,15 @@ def check_own_answers(state: EngineState) -> None:
         ) from error
 
 
-def signed_bytes(parsed: RemoteParams) -> bytes:
-    """Return what a prefill engine signs: every field that a decode engine of version 9 loads by, host and blocks
-    included.
-    """
+def signed_bytes(parsed: HoldParams) -> bytes:
+    """Return what a prefill engine signs: every field that a decode engine loads by, host and blocks included."""
     # Structs are encoded in the order of their fields, whatever order a router gave them.
-    fields = {name: getattr(parsed.kvferry, name) for name in SignedFerry.__struct_fields__}
-    unsigned = SignedFerry(**{**fields, "signature": ""})
+    unsigned = msgspec.structs.replace(parsed.kvferry, signature="")
     return msgspec.msgpack.encode(msgspec.structs.replace(parsed, kvferry=unsigned))
 
 
-def adapter_bytes(parsed: RemoteParams) -> bytes:
-    """Return what a prefill engine signs beside :func:`signed_bytes`: the adapter's digest, for this hold alone."""
-    return b"adapter\0" + msgspec.msgpack.encode((signed_bytes(parsed), parsed.kvferry.adapter))
-
-
-def check_signature(parsed: RemoteParams, keys: Keys, request_id: str) -> None:
-    """Refuse parameters that no trusted key has signed, or whose signature of the adapter is of other parameters.
-
-    That there is none of the adapter is for :func:`check_adapter_is_said`. Raises :class:`HandoffError`
-    (permission-denied).
-    """
+def check_signature(parsed: HoldParams, keys: Keys, request_id: str) -> None:
+    """Refuse parameters that no trusted key has signed. Raises :class:`HandoffError` (permission-denied)."""
     signature = parsed.kvferry.signature
     if not signature:
         raise HandoffError(
@@ -211,47 +188,37 @@ def check_signature(parsed: RemoteParams, keys: Keys, request_id: str) -> None:
             'Give the prefill engine the setting "keys" too, and check that the router copies its answer whole.',
         )
     keys.check(signed_bytes(parsed), bytes.fromhex(signature))
-    if parsed.kvferry.adapter_signature:
-        keys.check(adapter_bytes(parsed), bytes.fromhex(parsed.kvferry.adapter_signature))
 
 
-def check_adapter_is_said(parsed: RemoteParams, request_id: str, *, has_keys: bool) -> None:
-    """Refuse parameters that do not say the weights of the prompt's adapter; with keys, those that nobody has signed.
-
-    Raises :class:`HandoffError`: unknown-weights, permission-denied.
+def check_adapter_is_said(parsed: HoldParams, request_id: str) -> None:
+    """Refuse parameters that do not say the weights of the prompt's adapter. Raises :class:`HandoffError`
+    (unknown-weights).
     """
-    remedy = "Update kvferry on the prefill engine, and check that the router copies its answer whole."
     if not parsed.kvferry.adapter:
         raise HandoffError(
             Reason.UNKNOWN_WEIGHTS,
             f"the kv_transfer_params of {request_id} do not say which weights its adapter has on the prefill engine.",
-            remedy,
-        )
-    if has_keys and not parsed.kvferry.adapter_signature:
-        raise HandoffError(
-            Reason.PERMISSION_DENIED,
-            f"no key has signed which weights the adapter of {request_id} has on the prefill engine.",
-            remedy,
+            "Check that the router copies the prefill engine's answer whole.",
         )
 
 
-def parse_params(params: Mapping[str, Any], request_id: str) -> RemoteParams:
+def parse_params(params: Mapping[str, Any], request_id: str) -> HoldParams:
     """Return the hold that ``kv_transfer_params`` name, with its prompt and blocks.
 
     Raises :class:`HandoffError`: malformed-message, protocol-mismatch.
     """
     parsed = read_params(params, request_id)
-    agree(prefill=Versions.said(parsed.kvferry.version, parsed.kvferry.newest))
+    agree(prefill=Versions(parsed.kvferry.version, parsed.kvferry.newest))
     return parsed
 
 
-def read_params(params: Mapping[str, Any], request_id: str) -> RemoteParams:
+def read_params(params: Mapping[str, Any], request_id: str) -> HoldParams:
     """Return the hold as :func:`parse_params` does, whatever version the prefill engine speaks.
 
     Raises :class:`HandoffError` (malformed-message).
     """
     try:
-        return msgspec.convert(dict(params), RemoteParams)
+        return msgspec.convert(dict(params), HoldParams)
     except NOT_OF_THE_SCHEMA as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
@@ -260,7 +227,7 @@ def read_params(params: Mapping[str, Any], request_id: str) -> RemoteParams:
         ) from error
 
 
-def check_prompt(parsed: RemoteParams, request: "Request", num_tokens: int) -> str:
+def check_prompt(parsed: HoldParams, request: "Request", num_tokens: int) -> str:
     """Return the digest of the request's first ``num_tokens`` tokens; refuse a hold of another prompt.
 
     Raises :class:`HandoffError` (invalid-request).

@@ -1,6 +1,6 @@
 """The connector inside vLLM's scheduler: decides which prompts are held and loaded, and answers for its engine.
 
-The role does the work that pull and push share; a source part and a destination part, chosen once, do the rest.
+Its source part holds prompts for other engines, its destination part finds the holds of this engine's requests.
 """
 
 import hmac
@@ -8,14 +8,13 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.handshake import check_complete, check_rank
-from kvferry.handoff.holds import Ended, Ending, Holds, weights_changed
+from kvferry.handoff.holds import Ended, Ending, Holds, transfer_of, weights_changed
 from kvferry.handoff.messages import (
     MAX_IDENTIFIER_LENGTH,
     MAX_REQUESTS_PER_MESSAGE,
@@ -34,22 +33,20 @@ from kvferry.handoff.messages import (
     Release,
     Renew,
     Renewed,
-    Reopened,
     StillWriting,
 )
 from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.adapters import hear_of_loads
-from kvferry.integrations.vllm.layout_choice import on_cpu
 from kvferry.integrations.vllm.resets import end_former_epoch
 from kvferry.integrations.vllm.scheduler.blocks import check_filled_whole, groups_filled_whole, num_recomputed
+from kvferry.integrations.vllm.scheduler.destination import Destination
+from kvferry.integrations.vllm.scheduler.engine_state import EngineState
 from kvferry.integrations.vllm.scheduler.kept_blocks import Quarantine
 from kvferry.integrations.vllm.scheduler.params import leave_last_token
-from kvferry.integrations.vllm.scheduler.parts import Destination, EngineState, Source
 from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapters
-from kvferry.integrations.vllm.scheduler.pull import PullDestination, PullSource
-from kvferry.integrations.vllm.scheduler.push import PushDestination, PushSource, check_pushable
+from kvferry.integrations.vllm.scheduler.source import Source, written_untold
 from kvferry.integrations.vllm.scheduler.turns import HeldAnswers
 from kvferry.integrations.vllm.scheduler.waits import LOOK_MOST_SECONDS, StepWaits
 from kvferry.integrations.vllm.settings import Settings, control_port, trust_of
@@ -117,16 +114,13 @@ class SchedulerRole:
         self._can_clear_in_part = can_name_loaded_groups()
         self._identity = identity_of(vllm_config, settings)
         self._engine = Engine()
-        self._source: Source
-        self._destination: Destination
-        if settings.mode == "push":
-            check_pushable(vllm_config, kv_cache_config)
-            self._source = PushSource(state, vllm_config)
-            self._destination = PushDestination(state, self._engine.wake)
-        else:
-            # Only kernels of CPU attention pack pages.
-            self._source, self._destination = PullSource(state, may_pack_pages=on_cpu()), PullDestination(state)
-        self._answers = HeldAnswers(state, drafts=vllm_config.speculative_config is not None)
+        self._source = Source(state, vllm_config, kv_cache_config)
+        self._destination = Destination(state, self._engine.wake)
+        self._answers = HeldAnswers(
+            state,
+            drafts=vllm_config.speculative_config is not None,
+            may_be_written_untold=bool(written_untold(vllm_config, kv_cache_config)),
+        )
         self._failed_turns: set[str] = set()
         self._answer_waits = StepWaits()
         self._hold_waits = StepWaits(most_seconds=LOOK_MOST_SECONDS)
@@ -136,7 +130,6 @@ class SchedulerRole:
         self._outdated: set[str] = set()
         self._quarantine = Quarantine(state.kept_blocks, self._num_ranks)
         self._directory: Directory | None = None
-        self._reopened: dict[int, Reopened] = {}
         self._drains_at: float | None = None
         self._secret = secrets.token_bytes(SECRET_BYTES)
         port = control_port(settings, parallel.data_parallel_index)
@@ -147,7 +140,7 @@ class SchedulerRole:
         self._own_host = settings.reachable_host if _may_span_hosts(parallel) else settings.local_host
         assert vllm_config.kv_transfer_config is not None
         parts = PARTS[str(vllm_config.kv_transfer_config.kv_role)]
-        self._start_line = f"{settings.mode}, {parts}, {resolved_layout(vllm_config)}"
+        self._start_line = f"{parts}, {resolved_layout(vllm_config)}"
 
     # Calls for requests.
 
@@ -270,7 +263,7 @@ class SchedulerRole:
     def reset_cache(self) -> bool:
         """The weights may have changed: let nobody load what was computed before. A new epoch begins.
 
-        All ranks clear their guard words and void their pushes before this call returns and before a block is freed.
+        All ranks end their writes before this call returns and before a block is freed.
         Messages and parameters of the former epoch are refused; requests of this engine that wait for a prompt, or load
         one, fail.
         """
@@ -281,10 +274,10 @@ class SchedulerRole:
         with state.holds_lock:
             state.holds.reset(state.epoch)
             ended = state.holds.take_ended()
-        self._engine.call_workers(end_former_epoch, [each.handle.request_id for each in ended], self._weights_version)
+        self._engine.call_workers(end_former_epoch, state.epoch, self._weights_version)
         for each in ended:
             self._end_hold(each)
-        state.step.written = []  # by requests whose holds have just ended
+        state.step.finished, state.step.held, state.step.prompts = [], [], []  # of holds that have just ended
         state.step.outdated += self._loading
         self._outdated |= self._loading.keys()
         self._engine.compute_anew(self._engine.landed_loads)
@@ -311,7 +304,7 @@ class SchedulerRole:
             self._destination.finish(request_id)
 
     def has_pending_work(self) -> bool:
-        """Whether the engine must step although it has no request: to end holds or set guard words, for example.
+        """Whether the engine must step although it has no request: to end holds or tell the workers of them.
 
         Only where the next step does something: the engine sleeps while it waits. Where it cannot be woken, it must
         keep stepping while there are holds; an engine that finishes its work before it ends must not end before the
@@ -319,7 +312,7 @@ class SchedulerRole:
         """
         with self._state.holds_lock:
             has_news = self._quarantine.has_news or self._destination.has_pending_work or self._state.holds.has_ended
-            has_news = has_news or bool(self._state.step.late) or self._answers.has_pending_work
+            has_news = has_news or bool(self._state.step.held) or self._answers.has_pending_work
             must_stay = self._must_stay
         return has_news or must_stay or self._weights_version != self._engine.weights_version
 
@@ -410,29 +403,27 @@ class SchedulerRole:
         except KVFerryError as error:
             logger.error("kvferry: %s cannot be loaded: %s", request.request_id, error, peer=request.request_id)
             hold = self._destination.hold_of(request.request_id)
-            order = PromptLoad(request.request_id, self._state.settings.load_seconds, hold, error=error)
-        return replace(order, is_optional=is_turn)
+            seconds = self._state.settings.load_timeout_seconds
+            order = PromptLoad(request.request_id, seconds, hold, error=error, is_optional=is_turn)
+        return order
 
     def _end_hold(self, ended: Ended) -> None:
-        """Order the workers to clear the guard word or stop the push, and free the blocks.
+        """Order the workers to end their writes, and free the blocks.
 
         The engine gives the blocks to another request in the next step at the earliest, and every worker carries the
         order out before it runs that step.
         """
         state, hold, name = self._state, ended.hold, ended.handle.request_id
-        if ended.ending is Ending.REFUSED:
-            state.step.refused_transfers.append(name)
-        elif hold is None or hold.slot is None:
-            state.step.ended_transfers.append(name)
-        else:
-            state.step.ended_slots.append(hold.slot)
-            state.step.late.pop(hold.handle, None)
-        if hold is not None:
+        transfer_id, step = transfer_of(ended.handle), state.step
+        is_refused = ended.ending is Ending.REFUSED
+        (step.refused_transfers if is_refused else step.ended_transfers).append(transfer_id)
+        step.held = [each for each in step.held if each[0] != transfer_id]
+        if hold is not None and not hold.is_held:
             self._source.forget(hold.request_id)
-            if hold.yields:
-                self._answers.forget(hold.request_id)
+        if hold is not None and hold.yields:
+            self._answers.forget(hold.handle)
         if ended.was_held:
-            state.kept_blocks.free(name)
+            state.kept_blocks.free(ended.handle)
         if (hold is None or not hold.yields) and (why := self._why_ended(ended.ending)) is not None:
             logger.warning("kvferry: %s: the blocks of %s are freed.", why, name, peer=name)
 
@@ -483,8 +474,6 @@ class SchedulerRole:
                 return self._note_refusal(question)
             case StillWriting():
                 return self._answer_still_writing(question)
-            case Reopened():
-                return self._answer_reopened(question)
             case Renew():
                 with self._state.holds_lock:
                     lost = self._state.holds.renew(question.epoch, question.handles, time.monotonic())
@@ -504,13 +493,10 @@ class SchedulerRole:
                 )
 
     def _answer_directory_request(self, question: DirectoryRequest) -> Directory:
-        version = agree(decode=Versions.said(question.version, question.newest))
+        version = agree(decode=Versions(question.version, question.newest))
         if self._directory is None:
             raise HandoffError(Reason.PEER_UNREACHABLE, "this engine has not finished starting.", "Try again later.")
-        ranks = list(self._directory.ranks)
-        for index, reopened in self._reopened.items():
-            ranks[index] = msgspec.structs.replace(ranks[index], end_points=reopened.end_points)
-        return msgspec.structs.replace(self._directory, version=version, ranks=tuple(ranks))
+        return msgspec.structs.replace(self._directory, version=version)
 
     def _note_refusal(self, question: HandshakeRefused) -> Noted:
         """Log why a decode engine does not load from this engine: nothing else here would say so."""
@@ -541,14 +527,6 @@ class SchedulerRole:
         if self._drains_at is not None and time.monotonic() >= self._drains_at and not holds.is_draining:
             holds.drain()
             logger.info("kvferry: draining: no more prompts are held; %d are left.", holds.num_holds)
-
-    def _answer_reopened(self, question: Reopened) -> Noted:
-        """Name a rank's new end points in the directory from now on."""
-        self._check_secret(question.secret)
-        known = self._reopened.get(question.rank)
-        if known is None or question.number > known.number:
-            self._reopened[question.rank] = question
-        return Noted(self._state.epoch)
 
     def _check_secret(self, secret: bytes) -> None:
         """Raise :class:`HandoffError` (permission-denied) for a report that is not of this engine's rank."""

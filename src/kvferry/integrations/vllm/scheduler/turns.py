@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.handoff.holds import sampling_family
-from kvferry.integrations.vllm.scheduler.blocks import has_every_block, has_state
+from kvferry.handoff.messages import Handle
+from kvferry.integrations.vllm.scheduler.blocks import blocks_up_to, has_state
+from kvferry.integrations.vllm.scheduler.engine_state import EngineState
 from kvferry.integrations.vllm.scheduler.params import answer_params, prompt_digest, token_ids_of
-from kvferry.integrations.vllm.scheduler.parts import EngineState
+from kvferry.integrations.vllm.scheduler.source import held_prompt
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
@@ -29,42 +31,44 @@ class HeldAnswers:
     ``turn_seconds`` is 0.
     """
 
-    def __init__(self, state: EngineState, *, drafts: bool) -> None:
+    def __init__(self, state: EngineState, *, drafts: bool, may_be_written_untold: bool) -> None:
+        """``may_be_written_untold`` says whether a step may write blocks of a hold that yields before the workers hear
+        of it: then nothing is held.
+        """
         self._state = state
+        self._holds_answers = state.settings.turn_seconds > 0 and not may_be_written_untold
         # A draft that was rejected may have gone into a state, which cannot be cut.
         self._holds_states = not drafts
-        self._to_lend: set[str] = set()
+        self._to_lend: set[Handle] = set()
 
     def hold(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         """Hold the blocks of a finished request, and return the parameters for the next turn.
 
         None where they cannot be held: for one of several samples, a prompt with embeddings or an adapter, a state that
-        has gone past the last token, an engine that drains, or where no slot is free.
+        has gone past the last token, an engine that drains, or where too many prompts are held.
         """
         state, name = self._state, request.request_id
-        if not state.settings.turn_seconds:
+        if not self._holds_answers:
             return None
         num_tokens = min(request.num_computed_tokens, request.num_tokens)
         if num_tokens == 0 or sampling_family(name) != name or token_ids_of(request) is None:
-            return None
-        if name in state.kept_blocks:  # of an earlier request of this id, whose hold has just ended
             return None
         if request.lora_request is not None:
             return None
         if has_state(state.groups) and not (self._holds_states and request.num_computed_tokens == num_tokens):
             return None
-        prompt = state.held_prompt(prompt_digest(request, num_tokens), num_tokens, block_ids)
-        if not has_every_block(state.groups, prompt.block_ids, num_tokens):
+        prompt = held_prompt(state.groups, prompt_digest(request, num_tokens), num_tokens, block_ids)
+        if prompt is None:
             return None
         with state.holds_lock:
             hold = state.holds.hold_yielding(name, time.monotonic(), state.settings.turn_seconds)
         if hold is None:
             return None
-        listed = [ids.tolist() for ids in prompt.block_ids]
-        state.kept_blocks.keep(name, listed)
-        self._to_lend.add(name)
-        # An asynchronous engine may compute one more step of this request: the word comes after it.
-        state.step.late[hold.handle] = state.held(hold, prompt)
+        listed = [ids.tolist() for ids in blocks_up_to(state.groups, block_ids, num_tokens)]
+        state.kept_blocks.keep(hold.handle, listed)
+        self._to_lend.add(hold.handle)
+        # An asynchronous engine may compute one more step of this request: the workers hear of the hold after it.
+        state.step.held.append((hold.transfer_id, prompt))
         answer = answer_params(hold, prompt, listed, state, is_late=True)
         # The next request with these parameters is for a prefill engine.
         return {**answer, "do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": num_tokens}
@@ -72,22 +76,23 @@ class HeldAnswers:
     def yield_used(self) -> None:
         """End the holds of which the engine has just given a block to a request; the caller has the lock of the holds.
 
-        Call it in the step that was scheduled, before the ended holds are taken: ranks clear guard words before that
-        step writes.
+        Call it in the step that was scheduled, before the ended holds are taken: ranks end writes out of these blocks
+        before that step writes.
         """
-        self._state.holds.yield_blocks(self._state.kept_blocks.take_used())
+        used = self._state.kept_blocks.take_used()
+        self._state.holds.yield_blocks(name for name in used if isinstance(name, Handle))
 
     def lend(self) -> None:
         """Let the engine use the blocks of the held answers; call it when the ended holds are gone.
 
         Not before the request has given them up: a block that was lent before would be the first one to be used. Not
-        kept while they are read either: a prefill engine may wait for blocks itself, and renew for long. The guard word
-        shows the reader that a block was used.
+        kept while they are loaded either: a prefill engine may wait for blocks itself, and renew for long. A write out
+        of a block that was used does not count.
         """
         kept = self._state.kept_blocks
-        ready = {name for name in self._to_lend if kept.are_given_up(name)}
-        for name in ready:
-            kept.lend(name)
+        ready = {handle for handle in self._to_lend if kept.are_given_up(handle)}
+        for handle in ready:
+            kept.lend(handle)
         self._to_lend -= ready
 
     @property
@@ -97,6 +102,6 @@ class HeldAnswers:
         """
         return any(map(self._state.kept_blocks.are_given_up, self._to_lend))
 
-    def forget(self, request_id: str) -> None:
-        """The hold of a request has ended."""
-        self._to_lend.discard(request_id)
+    def forget(self, handle: Handle) -> None:
+        """The hold has ended."""
+        self._to_lend.discard(handle)

@@ -19,7 +19,6 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from kvferry.errors import KVFerryError, LayoutError, Reason
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
-from kvferry.execution.guard_words import Scratch
 from kvferry.execution.job import JobResult
 from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute
 from kvferry.execution.pinned_copy import PinnedMemory
@@ -73,7 +72,7 @@ class OffloadWorker:
         self._shard = shard = register_caches(*parts)
         self._order = order = device_order(region.device for region in shard.regions)
         cores = set(self._settings.transfer_cores) or cores_that_do_not_compute()
-        self._executor = executor = Executor(Scratch(num_words=1), cores, order)
+        self._executor = executor = Executor(cores, order)
         if not order.is_immediate:
             done = SlabTrial(shard, kv_caches, order, executor, resolved_layout(self._vllm_config)).run()
             told = "kvferry: rank %d: %d bytes of labelled blocks went to pinned host memory and back in %.2f s."

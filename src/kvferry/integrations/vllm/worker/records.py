@@ -35,7 +35,7 @@ class Statistics(Observations):
         "failures": Metric(
             "kvferry:failed_loads", "Loads that ended without a commit on a rank, by reason.", ("reason",)
         ),
-        "ways": Metric("kvferry:loads", "Loads that were committed on a rank, by way: read or written.", ("way",)),
+        "loads": Metric("kvferry:loads", "Loads that were committed on a rank."),
         "fences": Metric(
             "kvferry:fences", "Times that a rank closed its memory to a lost peer and registered the memory anew."
         ),
@@ -57,7 +57,7 @@ class Statistics(Observations):
         )
         for name, value in zip(self.HISTOGRAMS, values, strict=True):
             self.observe(name, value)
-        self.count("ways", 1, result.way)
+        self.count("loads", 1)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add another rank's or interval's observations; of a request that failed on several ranks keep one reason."""
@@ -124,21 +124,19 @@ class TransferLog:
             "remote_request_id": None if hold is None else hold.handle.request_id,
             "remote_engine_id": None if hold is None else hold.engine_id,
             "num_tokens": order.num_tokens,
-            "staged_bytes": result.num_staged_bytes,
             "compared_bytes": result.num_compared_bytes,
             "compare_seconds": result.compare_seconds,
             "sources": result.num_sources,
-            "way": result.way,
             "wait_seconds": result.wait_seconds,
         }
         self._append(line | self._outcome(result))
 
-    def write_push(self, result: JobResult) -> None:
-        """Append one push of this rank to one destination rank."""
-        self._append({"push": result.job_id} | self._outcome(result))
+    def write_one(self, result: JobResult) -> None:
+        """Append one write of this rank to one destination rank."""
+        self._append({"write": result.job_id} | self._outcome(result))
 
     def write_step(self, step: Mapping[str, Any]) -> None:
-        """Append one step of this rank that has computed pushed prompts."""
+        """Append one step of this rank that has computed prompts of routers' transfers."""
         self._append(step)
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """The connector inside a worker: makes one rank's cache reachable, and moves caches beside the engine's step.
 
-The role does the work that pull and push share; a source part and a destination part, chosen once, do the rest.
+Its source part writes prompts out of the cache, its destination part has others written into it.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,12 +17,11 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.job import JobResult
-from kvferry.execution.pair_cells import pushed_digests
-from kvferry.execution.registered_memory import RegisteredMemory
+from kvferry.execution.pair_cells import comparable
 from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.trial import Side, Trial
 from kvferry.handoff.holds import lease_lost, weights_changed
-from kvferry.handoff.messages import EndPoint, RankEntry, Reopened, StillWriting
+from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.wire.client import Client
 from kvferry.integrations.vllm.resets import ROLES
 from kvferry.integrations.vllm.scheduler.blocks import group_name
@@ -31,17 +30,13 @@ from kvferry.integrations.vllm.step import EngineEndPoint, FailedTurns, PromptLo
 from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
-from kvferry.integrations.vllm.worker.memory import memory_of
-from kvferry.integrations.vllm.worker.parts import Destination, Rank, Source
-from kvferry.integrations.vllm.worker.pull import PullDestination, PullSource
-from kvferry.integrations.vllm.worker.push import PushDestination, PushEndPoint, PushSource, make_announcer
+from kvferry.integrations.vllm.worker.handoff import Destination, Rank, RankEndPoint, Source
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.group import CacheKind
-from kvferry.layout.shard import encode_shard
+from kvferry.layout.shard import Shard, encode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans
-from kvferry.plan.staging.strategy import Strategy
 from kvferry.transport.end_points import own_identity
 from kvferry.transport.network import Network
 from kvferry.transport.registry import open_transports
@@ -67,10 +62,7 @@ class WorkerRole:
         self._pp_rank = get_pp_group().rank_in_group
         self._index = self._pp_rank * vllm_config.parallel_config.tensor_parallel_size + self._tp_rank
         self._trust = trust_of(settings)
-        transfer = vllm_config.kv_transfer_config
-        loads = settings.mode == "pull" and (transfer is None or transfer.is_kv_consumer)
-        listens_at, reaches = settings.transports_listen_at(loads=loads), settings.transports_reach(loads=loads)
-        network = Network(listens_at, self._trust.addresses_named_by_peers, reaches)
+        network = Network(settings.transports_listen_at, self._trust.addresses_named_by_peers)
         self._open_transports = partial(open_transports, settings.transport, network=network)
         self._transports = self._open_transports()
         self._statistics = Statistics()
@@ -92,143 +84,73 @@ class WorkerRole:
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Register the engine's cache with the transports and start the parts.
 
-        On a device, labelled blocks go out of the cache and back in each way in which this rank may move them. Raises
-        :class:`TransportError` (trial-failed).
+        On a device, labelled blocks are written out of the cache and back first. Raises :class:`TransportError`
+        (trial-failed).
         """
+        settings = self._settings
         shard = register_caches(self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank)
         self._order = device_order(region.device for region in shard.regions)
-        memory = memory_of(shard, self._order, self._settings)
-        end_points = self._transports.register(memory.regions)
-        cores = set(self._settings.transfer_cores) or cores_that_do_not_compute()
-        self._rank = rank = self._start_rank(memory, end_points, cores)
-        pushes = self._settings.mode == "push"
-        answers_at = self._start_push(rank, memory) if pushes else self._start_pull(rank, memory)
+        computed = comparable(shard, settings.wanted_integrity, is_required=settings.requires_digests)
+        end_points = self._transports.register(shard.regions)
+        self._rank = rank = self._start_rank(shard, end_points, computed)
+        keeps_events = bool(settings.transfer_log)
+        end_point = RankEndPoint(settings.host, settings.reachable_host, settings.ports_of_ranks, self._trust.keys)
+        self._source = Source(
+            rank,
+            end_point,
+            LayerSpans(self._layers_that_report()),
+            computed,
+            keeps_events=keeps_events,
+            # Asked in a step: vLLM settles its graphs after the caches.
+            why_silent=lambda: why_layers_are_silent(self._vllm_config.compilation_config),
+        )
+        self._destination = Destination(
+            rank, end_point, settings.handshake_timeout_seconds, settings.fence_seconds, keeps_events=keeps_events
+        )
         self._entry = RankEntry(
             tp_rank=self._tp_rank,
             pp_rank=self._pp_rank,
             shard=rank.shard,
             end_points=end_points,
-            words_address=0 if memory.words is None else memory.words.address,
-            num_words=0 if memory.words is None else len(memory.words.array),
-            push_end_point=answers_at if pushes else None,
+            answers_at=end_point.answers_at,
             process=own_identity(),
-            digests=memory.digests,
-            held_end_point=None if pushes else answers_at,
+            digests=computed.value,
         )
         logger.debug("kvferry: rank %d moves\n%r", self._index, shard)
         if not self._order.is_immediate:
-            if memory.words is not None:
-                self._try(Side(memory, self._transports, end_points), kv_caches, cores)
-            if answers_at is not None:
-                self._try(Side(replace(memory, words=None), self._transports, end_points), kv_caches, cores)
+            self._try(Side(shard, self._transports, end_points), kv_caches, computed)
 
-    def _start_rank(self, memory: RegisteredMemory, end_points: dict[str, bytes], cores: set[int]) -> Rank:
+    def _start_rank(self, shard: Shard, end_points: dict[str, bytes], computed: Integrity) -> Rank:
         """Start the transfer thread, and return what the parts share."""
         settings, transfer = self._settings, self._vllm_config.kv_transfer_config
         assert transfer is not None, "a connector without its configuration"
-        compares = None
-        if memory.integrity is not Integrity.OFF:
-            compares = Compares(memory.integrity, memory.compared, settings.requires_digests)
         name, identity = f"{transfer.engine_id}/{self._index}", identity_of(self._vllm_config, settings)
+        cores = set(settings.transfer_cores) or cores_that_do_not_compute()
         return Rank(
             name=name,
-            shard=encode_shard(memory.shard),
+            shard=encode_shard(shard),
             identity=identity,
             end_points=end_points,
             transports=self._transports,
-            executor=Executor(memory.scratch, cores, self._order, self._report_still_writing),
+            executor=Executor(cores, self._order, self._report_still_writing),
             order=self._order,
-            # A pushed cache is written by its sources: this rank connects to none.
             source_engines=SourceEngines(
-                memory.shard,
+                shard,
                 identity,
-                self._transports,
                 name,
                 settings.handshake_timeout_seconds,
-                memory.stage,
-                settings.wanted_strategy,
-                connects=settings.mode == "pull",
-                trust=self._trust,
-                compares=compares,
+                self._trust,
+                Compares(computed, is_required=settings.requires_digests),
             ),
             client=Client(self._trust),
         )
 
-    def _start_push(self, rank: Rank, memory: RegisteredMemory) -> EndPoint:
-        """Make the parts of a rank that pushes and is pushed to; return where it answers."""
-        settings, end_point, keeps_events = self._settings, self._open_end_point(), bool(self._settings.transfer_log)
-        self._source = PushSource(
-            rank,
-            end_point,
-            LayerSpans(self._layers_that_report()),
-            keeps_events,
-            memory.digests,
-            # Asked in a step: vLLM settles its graphs after the caches.
-            why_silent=lambda: why_layers_are_silent(self._vllm_config.compilation_config),
-        )
-        self._destination = PushDestination(
-            rank, end_point, settings.handshake_timeout_seconds, settings.fence_seconds, keeps_events
-        )
-        return end_point.answers_at
-
-    def _start_pull(self, rank: Rank, memory: RegisteredMemory) -> EndPoint | None:
-        """Make the parts of a rank that reads and is read; return where it answers if held prompts may be written."""
-        assert memory.words is not None
-        self._source = source = PullSource(self._order, memory.words, memory.table)
-        if not self._may_write_held:
-            self._destination = PullDestination(rank)
-            return None
-        settings, end_point = self._settings, self._open_end_point()
-        source.write_on_request(rank, end_point, pushed_digests(memory.integrity))
-        announcer = make_announcer(
-            rank,
-            end_point,
-            settings.handshake_timeout_seconds,
-            settings.fence_seconds,
-            bool(settings.transfer_log),
-            self._note_fence,
-        )
-        self._destination = PullDestination(rank, announcer, is_forced=settings.held_prompts == "write")
-        return end_point.answers_at
-
-    def _open_end_point(self) -> PushEndPoint:
-        settings = self._settings
-        return PushEndPoint(settings.host, settings.reachable_host, settings.ports_of_ranks, self._trust.keys)
-
-    @property
-    def _may_write_held(self) -> bool:
-        """Whether this rank may write the prompts that it holds, and peers may write into its cache."""
-        slow_reads = [each.capabilities.slow_reads for each in self._transports.transports.values()]
-        return self._settings.may_write_held(slow_reads, on_device=not self._order.is_immediate)
-
-    def _note_fence(self, number: int, end_points: dict[str, bytes]) -> None:
-        """After a fence, on the transfer thread: peers that read from this rank must learn its new end points."""
-        if (engine := self._engine) is None or self._rank is None:
-            return
-        self._rank.source_engines.connect_anew()
-        where = engine.where
-        question = Reopened(engine.secret, self._index, number, end_points)
-        self._rank.client.tell(where.host, where.port, question, REPORT_SECONDS, is_trusted=True)
-
-    def _try(self, side: Side, kv_caches: Mapping[str, torch.Tensor], cores: set[int]) -> None:
-        """Move labelled blocks out of the cache and back: read them, or without guard words write them.
-
-        Raises :class:`TransportError` (trial-failed).
-        """
-        settings = self._settings
-        wanted = Strategy.DIRECT if side.memory.words is None else settings.wanted_strategy
-        strategies = list(Strategy) if wanted is None else [wanted]
+    def _try(self, side: Side, kv_caches: Mapping[str, torch.Tensor], computed: Integrity) -> None:
+        """Write labelled blocks out of the cache and back. Raises :class:`TransportError` (trial-failed)."""
         layout = resolved_layout(self._vllm_config)
-        trial = Trial(side, kv_caches, self._order, self._open_transports, strategies, layout, cores)
-        try:
-            done = trial.run()
-        except TransportError as error:
-            if settings.mode == "push" or side.memory.words is not None:
-                raise
-            remedy = 'Set "held_prompts" to "read": reads have passed the trial, and writes have not.'
-            raise TransportError(error.reason, error.message, remedy) from error
-        told = "kvferry: rank %d: %d bytes of labelled blocks went out of the cache and back over %s in %.2f s (%s)."
-        logger.info(told, self._index, done.num_bytes, done.transport, done.seconds, ", ".join(done.strategies))
+        done = Trial(side, kv_caches, self._order, self._open_transports, layout, computed).run()
+        told = "kvferry: rank %d: %d bytes of labelled blocks went out of the cache and back over %s in %.2f s."
+        logger.info(told, self._index, done.num_bytes, done.transport, done.seconds)
 
     def get_handshake_metadata(self) -> RankMetadata | None:
         """Return this rank's entry of the engine's directory, and its identity."""
@@ -236,12 +158,12 @@ class WorkerRole:
             return None
         return RankMetadata(msgspec.msgpack.encode(self._entry), self._rank.identity)
 
-    def end_former_epoch(self, names: Sequence[str], weights_version: str) -> None:
-        """Clear every guard word, void the transfers of the holds of these ``names``, and compare all prefill engines
-        anew with weights of this version. No step runs meanwhile.
+    def end_former_epoch(self, epoch: int, weights_version: str) -> None:
+        """End all that was held or announced before, and compare all prefill engines anew with weights of this version.
+        The engine is in ``epoch`` now; no step runs meanwhile.
         """
         if self._source is not None:
-            self._source.end_epoch(names)
+            self._source.writer.end_epoch(epoch)
         if self._rank is not None:
             self._rank.source_engines.forget_all(weights_version)
 
@@ -267,15 +189,13 @@ class WorkerRole:
         for order in orders.loads:
             if order.error is None:
                 self._orders[order.request_id] = order
-                self._destination.expect(order, self._launched_before)
+                self._destination.load(order, self._launched_before)
 
-    def start_loads(self, orders: StepMetadata) -> None:
-        """Start the step's loads; returns at once."""
+    def end_loads(self, orders: StepMetadata) -> None:
+        """Refuse loads that could not be ordered, and end those whose requests or holds have ended; returns at once."""
         for order in orders.loads:
             if order.error is not None:
                 self._refuse(order, order.error)
-            elif self._destination is not None:
-                self._destination.start(order, self._launched_before)
         if self._rank is None:
             return
         for request_id in orders.aborted:
@@ -312,10 +232,9 @@ class WorkerRole:
         for result in self._rank.executor.collect(seconds) if self._rank is not None else ():
             if result.job_id not in self._orders:
                 # A write of this rank, which has reported it to the destination.
-                self._log.write_push(result)
+                self._log.write_one(result)
                 continue
             received.add(result.job_id)
-            self._order.wait_for(result.landing)
             if result.job_id in self._outdated:
                 self._outdated.discard(result.job_id)
                 result = replace(result, error=result.error or weights_changed(result.job_id))
@@ -344,18 +263,15 @@ class WorkerRole:
         return statistics
 
     def shutdown(self) -> None:
-        """End the holds, stop the jobs, then deregister the memory; twice is fine.
+        """Stop the jobs, then deregister the memory; twice is fine.
 
         Where the transfer thread does not stop, a call of a transport hangs: the transports stay open, since two
         threads must not use them at once. The end of the process closes them.
         """
-        if self._source is not None:
-            self._source.end_holds()
         has_stopped = self._rank is None or self._rank.executor.close()
         if self._source is not None:
             self._source.close()
         if self._rank is not None:
-            self._rank.source_engines.close()
             self._rank.client.close()
         if has_stopped:
             self._transports.close()
@@ -383,7 +299,7 @@ class WorkerRole:
         show that a layer has run for the whole step.
         """
         if self._vllm_config.parallel_config.use_ubatching:
-            logger.warning("kvferry: with micro-batches pushes send chunks at the end of a step, not each layer.")
+            logger.warning("kvferry: with micro-batches chunks are written at the end of a step, not each layer.")
             return {}
         groups = self._kv_cache_config.kv_cache_groups
         kinds = group_shapes(self._kv_cache_config)
@@ -406,7 +322,6 @@ class WorkerRole:
         self._log.write(order, result)
         if result.error is None or self._rank is None or self._destination is None:
             return
-        # A read that did not end in time may have lost its connection, which shows only when its transfers end.
         is_suspect = isinstance(result.error, TransportError) or result.error.reason is Reason.DEADLINE_EXCEEDED
         if is_suspect and order.hold is not None:
             self._rank.source_engines.suspect(order.hold)

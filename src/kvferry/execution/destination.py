@@ -1,0 +1,570 @@
+"""Loads of one destination rank: it introduces itself to source ranks, announces blocks and takes their reports.
+
+:class:`kvferry.handoff.destination.DestinationLoad` decides. An :class:`AwaitedLoad`, a job of the transfer thread,
+carries out one load, an :class:`Announcer` all loads of a rank.
+"""
+
+import logging
+import queue
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.execution.digests import PER_ADVANCE, PartCells, PartDigests
+from kvferry.execution.introductions import Introductions, unreachable
+from kvferry.execution.job import JobResult, Phase, clock
+from kvferry.execution.own_rank import OwnRank
+from kvferry.execution.peers import Peers
+from kvferry.handoff.destination import DestinationLoad, Step
+from kvferry.handoff.messages import (
+    MAX_ANNOUNCED_BLOCKS,
+    Announce,
+    Announced,
+    Answer,
+    EndPoint,
+    Introduce,
+    Noted,
+    Question,
+    Refusal,
+    Revoke,
+    Revoked,
+    WriteFailed,
+    WriteKey,
+    Written,
+)
+from kvferry.handoff.part import Part
+from kvferry.layout.shard import HOST_DEVICE
+from kvferry.peer_log import PeerLog
+from kvferry.plan.digest_cells import Integrity
+from kvferry.transport.end_points import ProcessIdentity
+
+logger = PeerLog(logging.getLogger(__name__))
+
+FENCE_SECONDS = 60.0
+NUMBER_BITS = 62
+"""Of the random number of a load, which only its source ranks learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRank:
+    """A source rank of a plan: where it answers, the part that it writes, and all encoded shards of its engine.
+
+    ``version`` is that of the handshake with its engine. ``process`` writes; where it is None, nothing is known of it.
+    ``cells`` are those whose digests are compared.
+    """
+
+    index: int
+    answers_at: EndPoint
+    part: Part
+    engine: tuple[bytes, ...]
+    version: int
+    process: ProcessIdentity | None = None
+    cells: PartCells | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """One request, the same for all of its sources. ``deadline`` is on the monotonic clock.
+
+    ``engine_epoch`` is that in which this rank's engine knows the source's engine.
+    """
+
+    job_id: str
+    transfer_id: str
+    num_tokens: int
+    prompt_digest: str
+    deadline: float
+    engine_epoch: int
+    adapter: str = ""
+    late_seconds: float = 0.0
+    """How long the sources may not know a hold of their engine yet."""
+
+
+# Returns the sources of a request, or None while their handshake runs.
+FindSources = Callable[[], Sequence[SourceRank] | None]
+Event = Written | WriteFailed | tuple[int, Announce | Revoke, Answer | None]
+"""A report of a source; or the index of a source, a question to it, and its answer, None where it came too late."""
+
+
+class AwaitedLoad:
+    """One load at its destination; done once the engine may have the blocks."""
+
+    fills_blocks = True
+    is_for_log = False
+    can_wait = False
+
+    def __init__(self, request: Announcement, key: WriteKey, find_sources: FindSources, announcer: "Announcer") -> None:
+        self.job_id = request.job_id
+        self.phase = Phase.PREPARING
+        self.error: KVFerryError | None = None
+        self.given_up_at: float | None = None
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._request, self._key = request, key
+        self._find_sources, self._announcer = find_sources, announcer
+        self._sources: dict[int, SourceRank] = {}
+        self._load: DestinationLoad | None = None
+        self._created_at = time.monotonic()
+        self._written: dict[int, Written] = {}
+        self._transports: dict[int, str] = {}
+        self._announcements: dict[int, Announce] = {}
+        self._announced_at: dict[int, float] = {}
+        self._registrations: dict[int, int] = {}
+        self._done_at: dict[int, float] = {}
+        self._digests: dict[int, PartDigests] = {}
+        self._comparing: dict[int, Iterator[int]] = {}
+        self._num_compared_bytes = 0
+        self._compare_seconds = 0.0
+
+    def advance(self, now: float) -> bool:
+        """Take reports and answers of sources, then carry out the steps that are due."""
+        self._announcer.collect()
+        load = self._load
+        if load is None:
+            return self._prepare(now)
+        moved = self._read_inbox(load) or self._compare(load)
+        for step, index in load.due(now):
+            source = self._sources[index]
+            match step:
+                case Step.ANNOUNCE:
+                    # The announcement to the source before this one may have been refused.
+                    moved |= load.error is None and self._announce(load, source)
+                case Step.ASK_AGAIN:
+                    self._announcer.ask(source.answers_at, self._announcements[index], self._key.number, index)
+                case Step.REVOKE:
+                    question = Revoke(source.answers_at.epoch, self._key)
+                    self._announcer.ask(source.answers_at, question, self._key.number, index)
+                case Step.CHECK_ALIVE:
+                    self._check_alive(load, source)
+                case Step.FENCE:
+                    self._fence(load, source)
+        if load.error is not None and self.error is None:
+            self.error, self.given_up_at, self.phase = load.error, now, Phase.STOPPING
+        if load.is_over:
+            self._end()
+            return True
+        return moved
+
+    def fenced(self, error: KVFerryError) -> None:
+        """Nothing lands any more of what was announced before to sources that a fence keeps out."""
+        if self._load is None:
+            return
+        for index in self._registrations:
+            if self._is_behind_fence(index, is_broken=self._load.is_broken(index)):
+                self._load.fenced(index, error)
+
+    def _is_behind_fence(self, index: int, *, is_broken: bool) -> bool:
+        """Return whether a fence has closed what a source was told of, and keeps out what may land of it."""
+        registration = self._registrations.get(index)
+        is_closed = registration is not None and self._announcer.is_closed(registration)
+        return is_closed and self._announcer.is_kept_out(self._sources[index], is_broken=is_broken)
+
+    def _check_alive(self, load: DestinationLoad, source: SourceRank) -> None:
+        if self._announcer.peers.has_ended(source.process):
+            transport = self._transports.get(source.index, "")
+            may_land = not self._announcer.transports.ends_with_process(transport)
+            load.ended(source.index, _died(source), may_land=may_land)
+        elif self._announcer.peers.refuses(source.answers_at):
+            load.fail(unreachable(source.answers_at))
+
+    def _fence(self, load: DestinationLoad, source: SourceRank) -> None:
+        where = f"{source.answers_at.host}:{source.answers_at.port}"
+        if source.index not in load.may_land:
+            # The fence for another source of this load has done.
+            return
+        is_broken = load.is_broken(source.index)
+        told = "does not confirm that it writes no more into"
+        if is_broken or self._announcer.peers.has_ended(source.process):
+            told = "writes no more, but what it has sent may still land in"
+        logger.warning("kvferry: the prefill rank at %s %s the blocks of %s.", where, told, self.job_id, peer=where)
+        if not self._announcer.is_kept_out(source, is_broken=is_broken):
+            logger.warning(
+                "kvferry: the blocks of %s stay quarantined: the prefill rank at %s runs on this host, where no fence "
+                "keeps its bytes out: end its process%s%s.",
+                self.job_id,
+                where,
+                "" if self._announcer.peers.watches(source.process) else ", then restart this engine",
+                "" if is_broken else ", or let it go on",
+                peer=where,
+            )
+        elif self._registrations[source.index] == self._announcer.num_fences:
+            self._announcer.fence(where)
+        else:
+            # Another fence would close other memory than the source was told of.
+            self.fenced(_fenced(where))
+
+    def is_ending(self, now: float) -> bool:
+        """Return whether the load is past its deadline or being stopped."""
+        return self.phase is Phase.STOPPING or now >= self._request.deadline
+
+    def cancel(self, error: KVFerryError) -> None:
+        """Give up."""
+        if self._load is not None:
+            self._load.fail(error)
+        elif self.phase is not Phase.DONE:
+            self.error = error.without_traceback()
+            self._end()
+
+    def result(self, finished_at: float) -> JobResult:
+        """Return how the load ended, with bytes and seconds of its sources' reports. Its wait includes the prefill."""
+        committed = list(self._written.values()) if self.error is None else []
+        return JobResult(
+            job_id=self.job_id,
+            error=self.error,
+            num_bytes=sum(event.num_bytes for event in committed),
+            num_descriptors=sum(event.num_descriptors for event in committed),
+            num_sources=len(self._sources),
+            transport=",".join(sorted({event.transport for event in committed})),
+            wait_seconds=finished_at - self._created_at,
+            transfer_seconds=max((event.transfer_seconds for event in committed), default=0.0),
+            num_compared_bytes=self._num_compared_bytes,
+            compare_seconds=self._compare_seconds,
+            events=self._events(finished_at) if self._announcer.keeps_events else None,
+        )
+
+    def _events(self, finished_at: float) -> dict[str, Any]:
+        """Return when each source, by index, got its announcement and reported "done", and the time of the commit."""
+        return {
+            "clock": clock(),
+            "ordered_at": self._created_at,
+            "announced_at": {str(index): announced_at for index, announced_at in self._announced_at.items()},
+            "done_at": {str(index): done_at for index, done_at in self._done_at.items()},
+            "committed_at": finished_at if self.error is None else None,
+        }
+
+    def _prepare(self, now: float) -> bool:
+        if self.phase is Phase.DONE:
+            return True
+        try:
+            if now >= self._request.deadline:
+                raise _no_handshake(self._request, now - self._created_at)
+            sources = self._find_sources()
+            for source in sources or ():
+                if source.cells is not None:
+                    self._digests[source.index] = PartDigests(source.cells, source.part.announced, self._key)
+        except KVFerryError as error:
+            self.cancel(error)
+            return True
+        if sources is None:
+            return False
+        self._sources = {source.index: source for source in sources}
+        expected = {source.index: source.part.digest for source in sources}
+        self._load = DestinationLoad(
+            self.job_id,
+            self._request.transfer_id,
+            expected,
+            {source.index: source.answers_at for source in sources},
+            self._request.deadline,
+            self._announcer.fence_seconds,
+        )
+        return True
+
+    def _announce(self, load: DestinationLoad, source: SourceRank) -> bool:
+        """Announce the blocks to a source that knows this rank; return whether the source is dealt with."""
+        try:
+            _check_announced(self._request, source.part)
+            if not self._announcer.peers.meet(source.process):
+                raise _died(source)
+            introductions = self._announcer.introductions
+            if not introductions.is_introduced(source.answers_at, source.engine, source.version, source.process):
+                return False
+        except KVFerryError as error:
+            load.refused(source.index, error)
+            return True
+        load.announcing(source.index)
+        self._announced_at[source.index] = time.monotonic()
+        self._registrations[source.index] = self._announcer.num_fences
+        announcement = self._announcements[source.index] = self._announcement(source)
+        self._announcer.ask(source.answers_at, announcement, self._key.number, source.index)
+        return True
+
+    def _announcement(self, source: SourceRank) -> Announce:
+        return Announce(
+            epoch=source.answers_at.epoch,
+            engine_epoch=self._request.engine_epoch,
+            key=self._key,
+            registration=self._announcer.num_fences,
+            token=self._announcer.introductions.token(source.answers_at),
+            transfer_id=self._request.transfer_id,
+            num_tokens=self._request.num_tokens,
+            prompt_digest=self._request.prompt_digest,
+            blocks=source.part.announced,
+            digest=source.part.digest,
+            seconds=max(0.001, self._request.deadline - time.monotonic()),
+            integrity=(Integrity.OFF if source.cells is None else source.cells.wanted).value,
+            adapter=self._request.adapter,
+            late_seconds=self._request.late_seconds,
+        )
+
+    def _read_inbox(self, load: DestinationLoad) -> bool:
+        moved = False
+        while not self.inbox.empty():
+            moved = True
+            event = self.inbox.get_nowait()
+            if isinstance(event, Written | WriteFailed):
+                self._note_report(load, event)
+            else:
+                self._note_answer(load, *event)
+        return moved
+
+    def _note_report(self, load: DestinationLoad, report: Written | WriteFailed) -> None:
+        if isinstance(report, Written):
+            self._note_written(load, report)
+        elif report.may_land:
+            self._note_broken(load, report.source_index, report.error())
+        else:
+            load.refused(report.source_index, report.error())
+
+    def _note_written(self, load: DestinationLoad, event: Written) -> None:
+        """The part has landed; where this rank compares digests, the part counts once they agree."""
+        index = event.source_index
+        if not load.landed(index, event.digest):
+            return
+        self._written[index] = event
+        self._done_at[index] = time.monotonic()
+        if index in self._digests:
+            self._comparing[index] = self._digests[index].compare(event.digests)
+        else:
+            load.done(index, event.digest)
+
+    def _note_broken(self, load: DestinationLoad, index: int, error: KVFerryError) -> None:
+        if self._is_behind_fence(index, is_broken=True):
+            # What may land lands nowhere, and no other fence is needed.
+            load.refused(index, error)
+        else:
+            load.broke(index, error, fence_at=self._announcer.next_fence_at)
+
+    def _compare(self, load: DestinationLoad) -> bool:
+        """Compare some of what has landed, for as long as other jobs may wait; return whether there was any."""
+        if load.error is not None:
+            return False
+        for index, comparing in self._comparing.items():
+            started, num_bytes = time.monotonic(), 0
+            try:
+                while num_bytes < PER_ADVANCE:
+                    num_bytes += next(comparing)
+            except StopIteration:
+                load.done(index, self._written[index].digest)
+                del self._comparing[index]
+            except KVFerryError as error:
+                load.fail(error)
+            self._num_compared_bytes += num_bytes
+            self._compare_seconds += time.monotonic() - started
+            return True
+        return False
+
+    def _note_answer(
+        self, load: DestinationLoad, index: int, question: Announce | Revoke, answer: Answer | None
+    ) -> None:
+        where = self._sources[index].answers_at
+        if isinstance(question, Revoke):
+            load.still_writing(index, time.monotonic())
+        if isinstance(answer, Announced):
+            self._note_announced(load, index, answer)
+        elif isinstance(answer, Revoked) and answer.is_quiet:
+            load.quiet(index)
+        elif isinstance(answer, Revoked) and answer.may_land:
+            self._note_broken(load, index, _broken(where))
+        elif answer is None or (isinstance(answer, Refusal) and answer.reason == Reason.PEER_UNREACHABLE):
+            load.fail(unreachable(where))
+        elif isinstance(answer, Refusal):
+            # It must still acknowledge that it writes nothing; where another process answers, it cannot.
+            load.fail(answer.error())
+            if answer.reason == Reason.UNKNOWN_REQUEST:
+                self._announcer.introductions.forget(where)
+
+    def _note_announced(self, load: DestinationLoad, index: int, answer: Announced) -> None:
+        # The first answer alone names the transport.
+        self._transports.setdefault(index, answer.transport)
+        if answer.over is not None and (answer.over.key, answer.over.source_index) == (self._key, index):
+            self._note_report(load, answer.over)
+        else:
+            load.answered(index, time.monotonic())
+
+    def _end(self) -> None:
+        self.phase = Phase.DONE
+        self._announcer.forget(self._key.number)
+
+
+def _check_announced(request: Announcement, part: Part) -> None:
+    """Raise :class:`HandoffError` (unsupported) for more blocks than one announcement may have."""
+    num_blocks = sum(len(blocks.block_ids) for blocks in part.announced)
+    if num_blocks > MAX_ANNOUNCED_BLOCKS:
+        raise HandoffError(
+            Reason.UNSUPPORTED,
+            f"{request.job_id} has {num_blocks} blocks to announce to one rank; an announcement has at most "
+            f"{MAX_ANNOUNCED_BLOCKS}.",
+            "Use larger blocks.",
+        )
+
+
+def _died(source: SourceRank) -> HandoffError:
+    where = source.answers_at
+    return HandoffError(
+        Reason.PEER_DIED,
+        f"the process of the prefill rank at {where.host}:{where.port} has ended.",
+        "Send the prompt again once a prefill engine runs; the prefill engine's log may say why it ended.",
+    )
+
+
+def _broken(where: EndPoint) -> HandoffError:
+    return HandoffError(
+        Reason.TRANSFER_FAILED,
+        f"a write of the prefill rank at {where.host}:{where.port} has failed.",
+        "Send the prompt again; the prefill engine's log says why it failed.",
+    )
+
+
+def _fenced(where: str) -> HandoffError:
+    return HandoffError(
+        Reason.FENCED,
+        f"this rank has closed its memory and registered it anew, since bytes of the prefill rank at {where} might "
+        "have landed there.",
+        "Send the prompt again.",
+    )
+
+
+def _no_handshake(request: Announcement, seconds: float) -> HandoffError:
+    return HandoffError(
+        Reason.DEADLINE_EXCEEDED,
+        f"no blocks could be announced for {request.job_id} within {seconds:.1f} s.",
+        "Check the prefill engine; load_timeout_seconds sets the limit.",
+    )
+
+
+class Announcer:
+    """All loads of one rank. A source may take ``answer_seconds`` to answer.
+
+    Reports come to ``answers_at``. A fence keeps a source out that does not confirm within ``fence_seconds`` that it
+    has stopped. With ``keeps_events`` the result of each load has events.
+
+    The server's thread calls :meth:`answer`, the engine's thread :meth:`announce`; the other methods are for loads, on
+    the transfer thread.
+    """
+
+    def __init__(
+        self,
+        rank: OwnRank,
+        answers_at: EndPoint,
+        answer_seconds: float,
+        *,
+        keeps_events: bool = False,
+        fence_seconds: float = FENCE_SECONDS,
+    ) -> None:
+        self._rank, self._answers_at, self._answer_seconds = rank, answers_at, answer_seconds
+        self.transports, self.fence_seconds = rank.transports, fence_seconds
+        self.keeps_events = keeps_events
+        self.peers = Peers(rank.client.trust)
+        self.introductions = Introductions(rank, answers_at, self._send)
+        self._loads: dict[int, AwaitedLoad] = {}
+        self._unclosed: set[int] = set()
+        self.next_fence_at = 0.0
+        """Before it no fence keeps out what a source that lives has sent: each fence fails the loads of others."""
+        self._pending: dict[tuple[str, int, Announce | Revoke], tuple[int, int]] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of this process."""
+        return self._answers_at.epoch
+
+    @property
+    def num_fences(self) -> int:
+        """How many fences there were."""
+        return self.introductions.registration
+
+    def announce(self, request: Announcement, find_sources: FindSources) -> None:
+        """Submit a load to the executor, which returns its result."""
+        self._rank.executor.submit(self.load(request, find_sources))
+
+    def load(self, request: Announcement, find_sources: FindSources) -> AwaitedLoad:
+        """Return a load, a job of the transfer thread."""
+        # Unguessable: whoever forged a source's report would have blocks given back that the source still writes.
+        key = WriteKey(self._rank.name, self.epoch, secrets.randbits(NUMBER_BITS) or 1)
+        load = self._loads[key.number] = AwaitedLoad(request, key, find_sources, self)
+        return load
+
+    def answer(self, question: Question) -> Answer:
+        """Take a source's report. Raises :class:`HandoffError` for another question, and for another rank or epoch."""
+        if not isinstance(question, Written | WriteFailed):
+            raise HandoffError(
+                Reason.UNSUPPORTED,
+                f"a {type(question).__name__} is not for a rank that loads.",
+                "Ask the prefill engine's own port.",
+            )
+        named = question.key
+        if (named.receiver, named.receiver_epoch) != (self._rank.name, self.epoch):
+            raise HandoffError(
+                Reason.PEER_CHANGED,
+                f"the message is for {named.receiver} in epoch {named.receiver_epoch}; this rank is {self._rank.name} "
+                f"in epoch {self.epoch}.",
+                "The decode engine was restarted: send the prompt again.",
+            )
+        if load := self._loads.get(named.number):
+            load.inbox.put(question)
+            self._rank.executor.wake()
+        return Noted(self.epoch)
+
+    # For loads.
+
+    def ask(self, where: EndPoint, question: Announce | Revoke, number: int, index: int) -> None:
+        """Ask a source; :meth:`collect` puts its answer into the load's inbox."""
+        self._pending[where.host, where.port, question] = number, index
+        self._send(where, question)
+
+    def _send(self, where: EndPoint, question: Introduce | Announce | Revoke) -> None:
+        # The source's engine has named its rank.
+        is_trusted = self._rank.client.knows_peers
+        self._rank.client.send(where.host, where.port, question, self._answer_seconds, is_trusted=is_trusted)
+
+    def is_kept_out(self, source: SourceRank, *, is_broken: bool) -> bool:
+        """Return whether a fence keeps out what may land of a source, which ``is_broken`` if its write has failed.
+
+        It does unless the process lives on this host, where it writes into host memory without any transport of this
+        rank's, but after a failed write no more; a GPU's memory stays mapped into it.
+        """
+        device = self._rank.order.device
+        is_in_connections = is_broken and device == HOST_DEVICE
+        return (
+            is_in_connections or self.peers.is_elsewhere(source.process, device) or self.peers.has_ended(source.process)
+        )
+
+    def is_closed(self, registration: int) -> bool:
+        """Return whether a fence has closed this rank's memory for what was announced in a registration."""
+        return registration < self.num_fences and registration not in self._unclosed
+
+    def fence(self, where: str) -> None:
+        """Close this rank's memory for all that was announced in this registration, and introduce the rank anew for
+        what comes.
+
+        Loads in progress fail, and so do writes of this rank's own. It may take some seconds.
+        """
+        fence = self.transports.fence()
+        self.next_fence_at = time.monotonic() + self.fence_seconds
+        if fence.holes:
+            self._unclosed.add(self.num_fences)
+        self.introductions.renew(fence.end_points)
+        if fence.holes:
+            logger.error(
+                "kvferry: the fence has holes, and the quarantined blocks stay until this engine is restarted: %s.",
+                "; ".join(fence.holes),
+            )
+            return
+        logger.warning("kvferry: a fence: this rank's memory was closed and registered anew; loads in progress fail.")
+        for load in list(self._loads.values()):
+            load.fenced(_fenced(where))
+
+    def collect(self) -> None:
+        """Put the answers that have come into the inboxes of their loads."""
+        for exchange in self._rank.client.collect():
+            if isinstance(exchange.question, Introduce):
+                self.introductions.note_answer(exchange, exchange.question)
+            elif isinstance(exchange.question, Announce | Revoke):
+                number, index = self._pending.pop((exchange.host, exchange.port, exchange.question), (0, 0))
+                if load := self._loads.get(number):
+                    load.inbox.put((index, exchange.question, exchange.answer))
+
+    def forget(self, number: int) -> None:
+        """Forget a load, which is over."""
+        self._loads.pop(number, None)
