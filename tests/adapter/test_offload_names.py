@@ -28,6 +28,7 @@ from vllm.v1.request import Request
 from kvferry.errors import KVFerryError, LayoutError, Reason
 from kvferry.integrations.vllm import offload_names, versions
 from kvferry.integrations.vllm.adapters import Adapters
+from kvferry.integrations.vllm.names import checker
 from kvferry.integrations.vllm.offload_names import BlockNames, engine_facts
 from kvferry.integrations.vllm.recorded_models import record_models
 from kvferry.integrations.vllm.translate import shards as translate
@@ -515,11 +516,9 @@ def test_a_name_for_the_weights_hides_nothing_else(make_engine: Callable[[], Eng
 def test_the_listed_variables_exist() -> None:
     from vllm import envs
 
-    number = versions._number(versions.installed_version())
-    assert number is not None
-    later = {name for came, names in versions.CAME_WITH.items() if number < came for name in names}
+    known = {each.full_name for each in checker.used_in(checker.number_of(versions.installed_version()))}
     assert {
-        name for name in offload_names.VARIABLES if f"vllm.envs.{name}" not in later
+        name for name in offload_names.VARIABLES if f"vllm.envs.{name}" in known
     } <= envs.environment_variables.keys()
 
 

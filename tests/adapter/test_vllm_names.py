@@ -8,9 +8,16 @@ import pytest
 
 import kvferry
 from kvferry.integrations.vllm import versions
+from kvferry.integrations.vllm.names.checker import (
+    Function,
+    Sources,
+    differences,
+    number_of,
+    read_release,
+    signature,
+    used_in,
+)
 from kvferry.integrations.vllm.offload_names import _FIELDS_OF_STATES, _NUMBERS_OF_ATTENTION, VARIABLES
-from kvferry.integrations.vllm.vllm_names import OVERRIDDEN, USED
-from kvferry.integrations.vllm.vllm_sources import Entry, Function, Sources, _signature
 
 from .vllm_copies import FOLDER
 from .vllm_uses import AttributesRead, SourceFile, subclasses
@@ -20,8 +27,7 @@ VLLM = Sources(FOLDER)
 SOURCE = Path(kvferry.__file__).parent
 FILES = [SourceFile.read(path) for path in sorted(SOURCE.rglob("*.py"))]
 OF_VLLM = [file for file in FILES if file.imported]
-EVERY = [(module, Entry.parse(entry)) for module, entries in [*USED.items(), *OVERRIDDEN.items()] for entry in entries]
-LISTED = {(module, entry.name) for module, entry in EVERY}
+LISTED = {(each.module, each.name) for each in used_in(None)}
 
 
 def name_of(file: SourceFile) -> str:
@@ -31,13 +37,10 @@ def name_of(file: SourceFile) -> str:
 def bases_of(name: str, module: str) -> set[str]:
     """Return the name of a class of vLLM and those of its base classes."""
     found = VLLM.find(module, name)
-    if found is None or found.module is None or not isinstance(found.node, ast.ClassDef):
+    if found is None or not isinstance(found.node, ast.ClassDef):
         return {name}
-    assert found.module is not None
-    return {found.node.name}.union(
-        *(bases_of(base.node.name, base.module.name) for base in found.module.bases(found.node)
-          if isinstance(base.node, ast.ClassDef) and base.module is not None)
-    )  # fmt: skip
+    bases = [(base.node.name, base.module.name) for base in found.bases() if isinstance(base.node, ast.ClassDef)]
+    return {found.node.name}.union(*(bases_of(*base) for base in bases))
 
 
 OWNERS = {
@@ -50,22 +53,23 @@ OWNERS = {
 
 
 def test_the_list_is_true_of_the_installed_vllm() -> None:
-    number = versions._number(versions.installed_version())
-    assert list(VLLM.differences(*versions.names_of_version(number))) == []
+    names = used_in(number_of(versions.installed_version()))
+    assert FOLDER is not None
+    assert list(differences(names, read_release(FOLDER, names))) == []
 
 
 @pytest.mark.parametrize("file", OF_VLLM, ids=name_of)
 def test_what_is_imported_of_vllm_is_listed(file: SourceFile) -> None:
     for module, name in file.imported.values():
-        is_module = f"{module}.{name}" in {*USED, *OVERRIDDEN}
+        is_module = f"{module}.{name}" in {where for where, _ in LISTED}
         is_listed = any(where == module and listed.partition(".")[0] == name for where, listed in LISTED)
-        assert is_module or is_listed, f"{module}.{name} is not in vllm_names.py"
+        assert is_module or is_listed, f"{module}.{name} is not in names/used.txt"
 
 
 @pytest.mark.parametrize("file", OF_VLLM, ids=name_of)
 def test_the_attributes_that_are_read_are_listed(file: SourceFile) -> None:
     missing = {(owner, name) for owner, name in AttributesRead(file, VLLM).found if (owner, name) not in OWNERS}
-    assert missing == set(), "not in vllm_names.py"
+    assert missing == set(), "not in names/used.txt"
 
 
 def test_attributes_are_found() -> None:
@@ -76,7 +80,7 @@ def test_attributes_are_found() -> None:
 
 
 def test_what_is_overridden_is_listed_as_it_is_written() -> None:
-    written = {Entry.parse(entry).name: Entry.parse(entry) for entries in OVERRIDDEN.values() for entry in entries}
+    written = {each.name: each for each in used_in(None) if each.is_overridden}
     trees = {file.path: file for file in FILES}
     seen = set()
     for (path, name), bases in subclasses(FILES).items():
@@ -84,21 +88,21 @@ def test_what_is_overridden_is_listed_as_it_is_written() -> None:
         for module, base in bases:
             found = VLLM.find(module, base)
             assert found is not None
-            assert found.module is not None
-            assert isinstance(found.node, ast.ClassDef)
-            of_vllm = found.module.members(found.node)
+            of_vllm = found.members()
             for method in (each for each in node.body if isinstance(each, Function) and each.name in of_vllm):
                 entry = written.get(f"{base}.{method.name}")
                 assert entry is not None, f"{name}.{method.name} overrides a method of vLLM's {base} and is not listed"
                 seen.add(entry.name)
-                if entry.function is not None:
-                    assert parameters(method)[1:] == parameters(entry.function), f"{name}.{method.name}"
+                if entry.call:
+                    [listed] = ast.parse(f"{entry.call.replace('def ', 'def function')}: ...").body
+                    assert isinstance(listed, Function)
+                    assert parameters(method)[1:] == parameters(listed), f"{name}.{method.name}"
     assert len(seen) > 30
 
 
 def parameters(function: Function) -> list[tuple[object, ...]]:
     """Return the name and kind of each parameter, and whether it may be left out."""
-    listed = _signature(function).parameters.values()
+    listed = signature(function).parameters.values()
     return [(each.name, each.kind, each.default is not Parameter.empty) for each in listed]
 
 

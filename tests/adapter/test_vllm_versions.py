@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm import plugin, versions
+from kvferry.integrations.vllm.names import checker
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_filled_whole
 from kvferry.integrations.vllm.scheduler.lost_ranks import RANK_NAME, RankMonitor
 from kvferry.integrations.vllm.scheduler.offload import check_offloadable
@@ -22,7 +23,7 @@ from kvferry.layout.group import CacheKind
 from .vllm_copies import FOLDER, changed_copy
 
 UNKNOWN = "0.99.0"
-NAMES = versions.names_of_version(versions._number(versions.installed_version()))
+NAMES = checker.used_in(checker.number_of(versions.installed_version()))
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def install(monkeypatch: pytest.MonkeyPatch, version: str, folder: Path | None = FOLDER) -> None:
     """Let a version be the installed one, with its sources in a folder; the names are those of the installed vLLM."""
-    monkeypatch.setattr(versions, "names_of_version", lambda _: NAMES)
+    monkeypatch.setattr(checker, "used_in", lambda _: NAMES)
     monkeypatch.setattr(versions, "installed_version", lambda: version)
     monkeypatch.setattr(versions, "_installed_folder", lambda: folder)
 
@@ -57,13 +58,13 @@ def test_a_release_whose_engines_the_tests_run_is_accepted_without_a_look_at_it(
     assert check_version() is Support.TESTED
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.33.0+cu129"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.33.0", "0.33.0+cu129"])
 def test_a_compared_release_is_accepted_without_a_look_at_it(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     install(monkeypatch, version, folder=None)
     assert check_version() is Support.COMPARED
 
 
-@pytest.mark.parametrize("version", [UNKNOWN, "0.30.0", "0.33.1", "1.0.0rc1", "dev"])
+@pytest.mark.parametrize("version", [UNKNOWN, "0.30.1", "0.33.1", "1.0.0rc1", "dev"])
 def test_an_unknown_release_is_accepted_where_all_names_fit(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     install(monkeypatch, version)
     assert check_version() is Support.UNKNOWN

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvferry.integrations.vllm.vllm_sources import Definition, Function, Sources
+from kvferry.integrations.vllm.names.checker import Definition, Function, Sources
 
 
 @dataclass
@@ -112,11 +112,9 @@ class AttributesRead:
             return None
         if isinstance(node.value, ast.Name) and node.value.id == "self":
             return of_self.get(node.attr)
-        if (owner := self._type(node.value, known, of_self)) is None or owner.module is None:
+        if (owner := self._type(node.value, known, of_self)) is None:
             return None
-        assert isinstance(owner.node, ast.ClassDef)
-        member = owner.module.members(owner.node).get(node.attr)
-        if member is None or member.module is None:
+        if (member := owner.members().get(node.attr)) is None:
             return None
         written = getattr(member.node, "annotation", None) or getattr(member.node, "returns", None)
         name = _class_named_by(written)

