@@ -554,20 +554,20 @@ class Announcer:
         if self._closing is not None:
             self._fence_next = where
             return
-        self._closing = self.num_fences
+        self._closing, self._fenced_from = self.num_fences, where
         self.introductions.renew(self.transports.renew())
         self.next_fence_at = time.monotonic() + self.fence_seconds
-        num_loads = sum(load.is_announced_in(self._closing) for load in self._loads.values())
+        num_loads = sum(load.is_announced_in(self._closing) for load in list(self._loads.values()))
         told = "kvferry: a fence: this rank's memory is registered anew, and closed to %s once %d other loads are over."
         logger.warning(told, where, num_loads)
-        self._fenced_from = where
         self._close_former()
 
     def _close_former(self) -> None:
         """Close the former registration, unless loads that were announced in it go on; then the blocks behind it are
         free.
         """
-        if self._closing is None or any(load.is_announced_in(self._closing) for load in self._loads.values()):
+        # A copy: the engine's thread adds loads meanwhile.
+        if self._closing is None or any(load.is_announced_in(self._closing) for load in list(self._loads.values())):
             return
         closed, self._closing = self._closing, None
         if holes := self.transports.close_former():
@@ -597,3 +597,4 @@ class Announcer:
     def forget(self, number: int) -> None:
         """Forget a load, which is over."""
         self._loads.pop(number, None)
+        self._close_former()

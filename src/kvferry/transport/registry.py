@@ -148,6 +148,7 @@ class TransportSet:
         self.num_fences = 0
         """How often :meth:`renew` has opened transports anew: a new connection goes over them."""
         self._former: dict[str, Transport] = {}
+        self._holes: list[str] = []
         self._open_anew = open_anew or open_transport
         self._registered: list[Sequence[Region]] = []
         self._end_points: dict[str, bytes] = {}
@@ -178,8 +179,9 @@ class TransportSet:
 
     def ends_with_process(self, name: str) -> bool:
         """Return whether the writes of a peer over this transport, an empty name for any, end with its process."""
-        names = [name] if name else list(self.transports)
-        return all(each in self.transports and self.transports[each].capabilities.ends_with_process for each in names)
+        known = {**self.transports, **self._former}
+        names = [name] if name else list(known)
+        return bool(names) and all(each in known and known[each].capabilities.ends_with_process for each in names)
 
     def fence(self) -> Fence:
         """Open the transports anew and close the former ones at once: a *fence*, of :meth:`renew` and then
@@ -193,7 +195,8 @@ class TransportSet:
 
         Connections over the former transports go on until :meth:`close_former`, which must come before the next
         renewal. Transports whose writes end with their process stay as they are: such a peer on another host cannot
-        write. It may take some seconds. The thread of the transports calls it.
+        write. Where there is no room for a second transport beside the first, the first closes at once. It may take
+        some seconds. The thread of the transports calls it.
         """
         assert not self._former, "the former transports are closed before the next renewal"
         opened = dict(self.transports)
@@ -202,17 +205,13 @@ class TransportSet:
                 continue
             self._former[name] = former
             del opened[name], self._end_points[name]
-            try:
-                transport = self._open_anew(name)
-                for regions in self._registered:
-                    self._end_points[name] = transport.register(regions)
-            except KVFerryError as error:
-                logger.error("kvferry: the %s transport cannot be opened anew: %s", name, error)
-                continue
-            except Exception:
-                logger.exception("kvferry: the %s transport cannot be opened anew", name)
-                continue
-            opened[name] = transport
+            transport = self._opened_anew(name)
+            if transport is None:
+                logger.warning("kvferry: the %s transport closes at once, in case there is no room for a second", name)
+                self._close_one(name)
+                transport = self._opened_anew(name)
+            if transport is not None:
+                opened[name] = transport
         # Other threads connect meanwhile: over the former transports, or over all that are open.
         self.transports = opened
         self.num_fences += 1
@@ -225,12 +224,33 @@ class TransportSet:
         former end points. Transfers under way over them fail, in either direction. The thread of the transports calls
         it.
         """
-        former, self._former = self._former, {}
-        return tuple(
-            f"the {name} transport could not be closed"
-            for name, transport in former.items()
-            if not (_is_closed(name, transport) and transport.capabilities.close_ends_writes)
-        )
+        for name in list(self._former):
+            self._close_one(name)
+        holes, self._holes = tuple(self._holes), []
+        return holes
+
+    def _close_one(self, name: str) -> None:
+        former = self._former.pop(name)
+        if not (_is_closed(name, former) and former.capabilities.close_ends_writes):
+            self._holes.append(f"the {name} transport could not be closed")
+
+    def _opened_anew(self, name: str) -> Transport | None:
+        """Return the transport, with the same memory; None where that fails, and the log says why."""
+        transport: Transport | None = None
+        try:
+            transport = self._open_anew(name)
+            for regions in self._registered:
+                self._end_points[name] = transport.register(regions)
+        except KVFerryError as error:
+            logger.error("kvferry: the %s transport cannot be opened anew: %s", name, error)
+        except Exception:
+            logger.exception("kvferry: the %s transport cannot be opened anew", name)
+        else:
+            return transport
+        self._end_points.pop(name, None)
+        if transport is not None:
+            _is_closed(name, transport)
+        return None
 
     def close(self) -> None:
         """Close every transport; twice is fine."""
