@@ -307,7 +307,7 @@ def test_hole_10_a_wrong_id_gives_no_other_prompt_and_its_hold_ends_at_once(fiel
 
 @pytest.mark.parametrize("size", [8, 32])
 def test_block_sizes_that_are_not_those_of_the_prefill_engine_are_refused_by_the_rank(
-    size: int, make_engine: Any
+    size: int, make_engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without keys nobody has signed them; the rank compares them with the prefill engine's directory."""
     prefill, decode = make_engine(UNIFORM), make_engine(UNIFORM, num_blocks=60)
@@ -318,4 +318,5 @@ def test_block_sizes_that_are_not_those_of_the_prefill_engine_are_refused_by_the
     before = {name: cache.clone() for name, cache in decode.rank.caches.items()}
     assert decode.ask("d", prompt, forged).has_failed
     assert failures_of(decode) == ["wrong-parameters"]
+    assert f"say block sizes [{size}]" in caplog.text
     assert all(bool((decode.rank.caches[name] == cache).all()) for name, cache in before.items()), "bytes were written"
