@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,15 @@ from kvferry.handoff.messages import Identity
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.worker import role as worker_role
+from kvferry.transport.faults import FaultPlan, FaultyTransport, SwapRanges
 
 from .label_engine import PATIENCE_SECONDS, LabelEngine
 from .model_files import write_model
 from .scheduler_requests import let_sleep
 from .vllm_caches import CacheRank
 
+WRONG_BYTES = FaultPlan(swap=SwapRanges(first=0, second=64, length=64))
+"""Exchanges some bytes of what is written: only the digests show it."""
 IDENTITY = Identity("m", "w", "a", "float32", 4, 4, 8, "none", "float32")
 
 
@@ -79,6 +83,24 @@ class HandoffEngine(LabelEngine):
                         answered |= each.kv_transfer_params or {}
                         has_failed |= each.finish_reason is FinishReason.ERROR
         return Answer(tokens, answered, has_failed)
+
+    @contextmanager
+    def writes_with(self, plan: FaultPlan) -> Iterator[None]:
+        """Let faults change what this engine writes meanwhile."""
+        role: Any = self.worker._worker_role
+        transports, destinations = role._transports.transports, role._source.writer.destinations
+
+        def connect_by(transport: Any) -> None:
+            transports["memcpy"] = transport
+            for known in destinations.known.values():
+                destinations.connect_anew(known)
+
+        inner = transports["memcpy"]
+        connect_by(FaultyTransport(inner, plan))
+        try:
+            yield
+        finally:
+            connect_by(inner)
 
     def release(self, *request_ids: str) -> None:
         """End the holds of these requests, or all holds; the engine's next step frees their blocks."""

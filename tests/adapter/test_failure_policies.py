@@ -1,40 +1,37 @@
 """A load that fails, under both values of ``kv_load_failure_policy``: an error, or the right tokens computed here."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm")
 
 from kvferry.errors import Reason
 
-from .handoff_engine import HandoffEngine, make_engine
+from .handoff_engine import WRONG_BYTES, HandoffEngine, make_engine
 from .test_forged_parameters import MODELS, Params, failures_of
 
 __all__ = ["make_engine"]
 
 PROMPT = [(11 * index + 5) % 500 for index in range(75)]
-Harm = Callable[[HandoffEngine, Params], None]
+Harm = Callable[[HandoffEngine, Params], AbstractContextManager[None]]
 
 
-def damage(prefill: HandoffEngine, params: Params) -> None:
-    """Flip a bit of one group's last block: only the digests show it, when every byte has landed."""
-    for name, cache in prefill.rank.caches.items():
-        group = next(index for index, layers in enumerate(prefill.rank.groups()) if name in layers)
-        if group == len(params["remote_block_ids"]) - 1:
-            cache[params["remote_block_ids"][group][-1]].view(torch.int32)[1, 2, 3] ^= 1 << 9
-            return
+def damage(prefill: HandoffEngine, params: Params) -> AbstractContextManager[None]:
+    return prefill.writes_with(WRONG_BYTES)
 
 
-def end_the_hold(prefill: HandoffEngine, params: Params) -> None:
+def end_the_hold(prefill: HandoffEngine, params: Params) -> AbstractContextManager[None]:
     prefill.release()
     prefill.ask("another", [7, 8, 9], {})
+    return nullcontext()
 
 
-def forge(prefill: HandoffEngine, params: Params) -> None:
-    params["remote_block_ids"] = [[*ids[:-2], ids[-1], ids[-2]] for ids in params["remote_block_ids"]]
+def forge(prefill: HandoffEngine, params: Params) -> AbstractContextManager[None]:
+    params["remote_engine_id"] = "another"
+    return nullcontext()
 
 
 HARMS: dict[str, tuple[Harm, set[str]]] = {
@@ -58,8 +55,8 @@ def test_a_failed_load_is_an_error_or_is_computed_in_every_group(
     )
     do_harm, reasons = HARMS[harm]
     params = prefill.ask("p", PROMPT, {"do_remote_decode": True}, max_tokens=1).params
-    do_harm(prefill, params)
-    answer = decode.ask("d", PROMPT, params)
+    with do_harm(prefill, params):
+        answer = decode.ask("d", PROMPT, params)
     expected = decode.tokens_without_cache(PROMPT, 3)
     assert (answer.has_failed, answer.tokens) == ((True, []) if policy == "fail" else (False, expected))
     [reason] = failures_of(decode)

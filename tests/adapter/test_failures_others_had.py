@@ -32,14 +32,13 @@ def test_vllm_52234_a_failed_load_of_a_hybrid_model_is_named_by_request_and_neve
     """VLLM#52234: a hybrid has no list of invalid blocks, so that a failed receive was taken for a received prompt."""
     prefill, decode = make_role(FULL, STATE), make_role(FULL, STATE)
     params = run_prefill(prefill, PROMPT, BLOCKS, [9]) or {}
-    lost = {**params, "remote_block_ids": [params["remote_block_ids"][0], [0]]}
-    ours = request(PROMPT, lost, "d")
+    ours = request(PROMPT, params, "d")
     decode.on_new_request(ours)
     num_tokens, waits = decode.get_num_new_matched_tokens(ours, 0)
     assert waits, "vLLM computes nothing on these blocks before the load is reported"
-    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [21]), num_tokens)
+    decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15], [0]), num_tokens)
     [order] = next_step(decode).loads
-    assert order.error is not None, "the state is lost: the whole request fails, not its attention alone"
+    assert order.error is not None, "the state has no block: the whole request fails, not its attention alone"
     assert order.request_id == "d"
     decode.update_connector_output(KVConnectorOutput(finished_recving={"d"}, failed_recving={"d"}))
     assert decode.get_num_new_matched_tokens(ours, 0) == (0, False)

@@ -1,9 +1,8 @@
-"""Digests between two engines of vLLM's scheduler and the connector: kept with the prompt, compared with each load."""
+"""Digests between two engines of vLLM's scheduler and the connector: of what is written and of what has landed."""
 
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm")
 
@@ -11,7 +10,7 @@ from kvferry.errors import PlanError, Reason
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.plan import digest_cells
 
-from .handoff_engine import HandoffEngine, make_engine
+from .handoff_engine import WRONG_BYTES, HandoffEngine, make_engine
 from .test_forged_parameters import MODELS
 
 __all__ = ["make_engine"]
@@ -51,20 +50,15 @@ def test_right_loads_commit(model: str, integrity: str, asynchronous: bool, make
 
 @pytest.mark.parametrize("layout", ["BHLNC", "LBNHC"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_bit_that_changed_fails_the_request_and_no_other(model: str, layout: str, make_engine: Any) -> None:
+def test_bytes_that_arrive_wrong_fail_the_request_and_no_other(model: str, layout: str, make_engine: Any) -> None:
     prefill = make_engine(MODELS[model], integrity="full")
     decode = make_engine(MODELS[model], layout=layout, num_blocks=60, integrity="full")
-    for number, (length, layer) in enumerate([(40, 0), (64, 3), (100, 1)]):
+    for number, length in enumerate([40, 64, 100]):
         prompt = prompt_of(length)
         asked = prefill.ask(f"p{number}", prompt, {"do_remote_decode": True}, max_tokens=1)
-        name = list(prefill.rank.specs)[layer]
-        group = next(index for index, layers in enumerate(prefill.rank.groups()) if name in layers)
-        block = asked.params["remote_block_ids"][group][-1]
-        cache = prefill.rank.caches[name][block].view(torch.int32)
-        cache[1, 2, 3] ^= 1 << 9
-        answer = decode.ask(f"d{number}", prompt, asked.params)
+        with prefill.writes_with(WRONG_BYTES):
+            answer = decode.ask(f"d{number}", prompt, asked.params)
         assert (answer.has_failed, take_outcome(decode)[0]) == (True, [Reason.INTEGRITY_MISMATCH.value])
-        cache[1, 2, 3] ^= 1 << 9
         asked = prefill.ask(f"again{number}", prompt, {"do_remote_decode": True}, max_tokens=1)
         answer = decode.ask(f"dagain{number}", prompt, asked.params)
         assert (answer.has_failed, answer.tokens) == (False, decode.tokens_without_cache(prompt, 3))

@@ -55,10 +55,9 @@ def ready(client: TestClient) -> tuple[int, Any]:
     return answer.status_code, answer.json()
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_an_engine_that_was_told_to_drain_is_alive_and_not_ready(mode: str, make_role: Any) -> None:
-    role = make_role(FULL, mode=mode, port=free_port())
-    client = server({"mode": mode, "port": role._server.port})
+def test_an_engine_that_was_told_to_drain_is_alive_and_not_ready(make_role: Any) -> None:
+    role = make_role(FULL, port=free_port())
+    client = server({"port": role._server.port})
     assert ready(client) == READY
     ask_drain(f"127.0.0.1:{role._server.port}", None, begin=True)
     assert not role._state.holds.is_draining, "routers need some seconds to notice"

@@ -64,6 +64,7 @@ def engine(*, second: bool, caches_prefixes: bool = True, stages: int = 1, draft
         cache_config=cache,
         use_v2_model_runner=second,
         speculative_config=object() if drafts else None,
+        kv_transfer_config=object(),
     )
 
 

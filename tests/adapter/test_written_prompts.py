@@ -40,7 +40,9 @@ def test_prompts_are_written_and_give_the_tokens_of_one_engine(
         assert not answer.has_failed
         assert answer.tokens == decode.tokens_without_cache(longer, 3)
     loads = [json.loads(line) for line in log.with_name(f"{log.name}.rank0").read_text().splitlines()]
-    assert [load["error"] for load in loads if "request_id" in load] == [None] * 2 * len(lengths)
+    # With windows the decode engine computes the last token, and a single one before it too.
+    num_loads = 2 * len(lengths) - ("windows" in model)
+    assert [load["error"] for load in loads if "request_id" in load] == [None] * num_loads
     assert_nothing_is_held(prefill)
 
 

@@ -361,7 +361,7 @@ def long_answers(asked: list[Question]) -> Server:
 
 
 def handshakes(count: int, sender: str) -> bytes:
-    question = encode(DirectoryRequest(PROTOCOL_VERSION, sender))
+    question = encode(DirectoryRequest(PROTOCOL_VERSION, PROTOCOL_VERSION, sender))
     return b"".join(frame(number, question) for number in range(count))
 
 

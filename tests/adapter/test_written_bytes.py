@@ -1,11 +1,11 @@
-"""The bytes that a push writes, through vLLM's own views."""
+"""The bytes that a source writes, through vLLM's own views."""
 
 import ctypes
 
 from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks
 
-from ..local.test_push_plan import pushed
+from ..local.test_write_plan import pushed
 from .vllm_caches import CacheRank, full, window
 
 
