@@ -19,6 +19,7 @@ from kvferry.handoff.messages import (
     Answer,
     Directory,
     DirectoryRequest,
+    EndPoint,
     Identity,
     Noted,
     Question,
@@ -350,7 +351,7 @@ def test_what_all_connections_keep_is_bounded_and_the_one_that_keeps_most_closes
 def long_answers(asked: list[Question]) -> Server:
     """Answer handshakes with six megabytes, more than the kernel takes at once."""
     identity = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8, "none", "float32")
-    entry = RankEntry(0, 0, bytes(6 << 20), {}, 0, 1)
+    entry = RankEntry(0, 0, bytes(6 << 20), {}, EndPoint("127.0.0.1", 1, 0))
 
     def answer_at_length(question: Question) -> Answer:
         asked.append(question)
