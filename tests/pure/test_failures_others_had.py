@@ -3,6 +3,7 @@
 Those that need threads and sockets are in ``tests/local/test_failures_others_had.py``.
 """
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,7 +12,14 @@ import numpy as np
 import pytest
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.integrations.vllm.scheduler.blocks import GroupShape, blocks_to_load
+from kvferry.handoff.source import BlockList
+from kvferry.integrations.vllm.scheduler.blocks import (
+    GroupShape,
+    blocks_to_load,
+    blocks_up_to,
+    has_every_block,
+    held_blocks,
+)
 from kvferry.layout.dense import Content
 from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
@@ -100,9 +108,11 @@ def test_lmcache_2845_attention_is_not_restored_without_the_mamba_state(wanted: 
 def test_lmcache_2845_a_state_that_the_prefill_engine_has_lost_is_missed() -> None:
     """LMCache#2845, as the adapter meets it: a list of blocks without the state's."""
     groups = [GroupShape(CacheKind.ATTENTION, 16), GroupShape(CacheKind.STATE, 1)]
+    assert has_every_block(groups, blocks_up_to(groups, [[9, 8], [5]], 20), 20)
     for lost in ([], [0]):
-        with pytest.raises(KVFerryError, match="prefill engine has no state"):
-            blocks_to_load(groups, [16, 1], (0, 20), [[9, 8], lost], [[1, 2], [5]])
+        assert not has_every_block(groups, blocks_up_to(groups, [[9, 8], lost], 20), 20)
+        with pytest.raises(KVFerryError, match="has no state"):
+            blocks_to_load(groups, [16, 1], (0, 20), [[1, 2], lost])
 
 
 @pytest.mark.parametrize("content", [Content.APART, Content.INTERLEAVED, Content.PLANES, Content.TRANSPOSED_KEYS])
@@ -134,10 +144,12 @@ def test_vllm_ascend_8908_10254_look_ahead_blocks_do_not_shift_the_lists() -> No
     """
     window = {"kind": CacheKind.SLIDING_WINDOW, "window": 9, "group_name": "0"}
     group = GroupShape(CacheKind.SLIDING_WINDOW, 4, 9)
-    [blocks] = blocks_to_load([group], [4], (0, 18), [[0, 0, 7, 8, 9, 10]], [[0, 0, 3, 2, 1, 5, 6]])
+    held = held_blocks([group], [ids.tolist() for ids in blocks_up_to([group], [[0, 0, 7, 8, 9, 10]], 18)])["0"]
+    [blocks] = blocks_to_load([group], [4], (0, 18), [[0, 0, 3, 2, 1, 5, 6]])
     assert (blocks.first_token, blocks.last_token) == (8, 18)
-    assert (blocks.source_ids.tolist(), blocks.destination_ids.tolist()) == ([7, 8, 9], [3, 2, 1])
-    (rows,) = moved([attention(0, 1, ["0"], **window)], [attention(0, 1, ["0"], **window)], blocks)
+    assert (held, blocks.destination_ids.tolist()) == (BlockList(8, [7, 8, 9]), [3, 2, 1])
+    both = replace(blocks, source_block_ids=held.block_ids, source_first_token=held.first_token)
+    (rows,) = moved([attention(0, 1, ["0"], **window)], [attention(0, 1, ["0"], **window)], both)
     assert int(rows[:, 2].sum()) == 3 * 4 * 2 * 6 * 2
 
 

@@ -1,4 +1,4 @@
-"""Known faults of other systems' layer-by-layer pushes, each as a test of the code that prevents the fault here."""
+"""Known faults of other systems' layer-by-layer transfers, each as a test of the code that prevents the fault here."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,7 @@ import pytest
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.part import Part, announced_blocks
-from kvferry.handoff.destination import DestinationLoad
-from kvferry.handoff.source import END, BlockList, Prompt, WriteRequest, WriteState, SourceWrites, SourceWrite
+from kvferry.handoff.source import END, BlockList, Prompt, SourceWrite, SourceWrites, WriteRequest, WriteState
 from kvferry.layout.group import TokenShare
 from kvferry.plan.layer_spans import Span, cut_layers, plan_spans
 from kvferry.plan.match import selector_of
@@ -18,6 +17,7 @@ from kvferry.plan.proof.verify import verify_destination
 from kvferry.plan.request import GroupBlocks
 
 from .arrangements import FULL, STATE, ask, attention, hybrid
+from .test_writes_and_loads import load_of
 
 KEY = WriteKey("d", 1, 1)
 
@@ -29,25 +29,25 @@ def part_of(plan: PairPlan, requests: Sequence[GroupBlocks], layers_per_span: in
     return Part(plan, announced_blocks(plan, requests), spans)
 
 
-def pushed(part: Part, requests: Sequence[GroupBlocks], steps: Sequence[int]) -> np.ndarray:
-    """Return the rows of a push whose prompt becomes final in these steps, each span after the other in each."""
+def written(part: Part, requests: Sequence[GroupBlocks], steps: Sequence[int]) -> np.ndarray:
+    """Return the rows of a write whose prompt becomes final in these steps, each span after the other in each."""
     held = {blocks.group: BlockList(blocks.source_first_token, blocks.source_ids.tolist()) for blocks in requests}
-    push = SourceWrite("x", part.needs, deadline=1.0)
+    write = SourceWrite("x", part.needs, deadline=1.0)
     final, rows = dict.fromkeys(part.needs, 0), [np.empty((0, 3), dtype=np.uint64)]
     for step in steps:
         for span in sorted(part.needs):
             final[span] = step
-            if batch := push.take(final):
+            if batch := write.take(final):
                 rows.append(part.lower(batch, held))
-                push.landed()
-    assert (push.state, push.error) == (WriteState.OVER, None)
+                write.landed()
+    assert (write.state, write.error) == (WriteState.OVER, None)
     return np.concatenate(rows)
 
 
-def test_a_failure_is_terminal_and_the_receiver_does_not_wait_for_ever() -> None:
-    side, receiving = SourceWrites(), DestinationLoad("r", {0: "a", 1: "b"}, deadline=1e9)
+def test_a_failure_is_terminal_and_the_destination_does_not_wait_for_ever() -> None:
+    side, load = SourceWrites(), load_of({0: "a", 1: "b"}, deadline=1e9)
     for source in (0, 1):
-        receiving.announcing(source)
+        load.announcing(source)
     part = part_of(Planner([attention(0, 1, ["0"])], attention(0, 1, ["0"])).plans(0)[0], [FULL])
     side.announce(WriteRequest(KEY, "x", 10, "p", part.needs, deadline=1e9), now=0.0)
     side.compute("x", Prompt(10, "p", {}, num_final=END))
@@ -56,17 +56,17 @@ def test_a_failure_is_terminal_and_the_receiver_does_not_wait_for_ever() -> None
     over = side.outcome(KEY)
     assert over is not None
     assert over.error is not None
-    receiving.refused(0, over.error)
-    assert str(receiving.error) == str(over.error)
+    load.refused(0, over.error)
+    assert str(load.error) == str(over.error)
     # The other rank, whatever it wrote, is asked to stop, and its answer ends the wait.
-    assert receiving.writers == [1]
-    receiving.quiet(1)
-    assert receiving.is_over
+    assert load.writers == [1]
+    load.quiet(1)
+    assert load.is_over
 
 
 @pytest.mark.parametrize("first_token", [0, 4, 8])
-def test_senders_are_expected_by_the_plan_with_context_parallelism_and_a_prefix_hit(first_token: int) -> None:
-    """Every rank of the plan says "done", also one whose tokens the receiver has, which writes nothing."""
+def test_sources_are_expected_by_the_plan_with_context_parallelism_and_a_prefix_hit(first_token: int) -> None:
+    """Every rank of the plan says "done", also one whose tokens the destination has, which writes nothing."""
     sources = [
         attention(0, 1, ["0", "2", "4"], token_share=TokenShare(rank, 2, 4), base_address=rank << 20)
         for rank in range(2)
@@ -76,16 +76,16 @@ def test_senders_are_expected_by_the_plan_with_context_parallelism_and_a_prefix_
     plans = Planner(sources, target).plans(0)
     parts = {plan.assignment.source_index: part_of(plan, [request]) for plan in plans}
     assert parts.keys() == {0, 1}
-    lists = [(plan.source, pushed(parts[plan.assignment.source_index], [request], (5, END))) for plan in plans]
+    lists = [(plan.source, written(parts[plan.assignment.source_index], [request], (5, END))) for plan in plans]
     verify_destination(lists, target, [request])
     assert (len(lists[1][1]) == 0) == (first_token == 8)
-    receiving = DestinationLoad("r", {index: part.digest for index, part in parts.items()}, deadline=1.0)
+    load = load_of({index: part.digest for index, part in parts.items()}, deadline=1.0)
     for index in parts:
-        receiving.announcing(index)
-    receiving.done(0, parts[0].digest)
-    assert not receiving.is_over
-    receiving.done(1, parts[1].digest)
-    assert receiving.is_over
+        load.announcing(index)
+    load.done(0, parts[0].digest)
+    assert not load.is_over
+    load.done(1, parts[1].digest)
+    assert load.is_over
 
 
 def test_blocks_that_are_freed_while_they_are_sent_do_not_count() -> None:
@@ -105,7 +105,7 @@ def test_blocks_that_are_freed_while_they_are_sent_do_not_count() -> None:
 
 
 def test_a_replica_is_chosen_once_for_all_chunks_of_a_transfer() -> None:
-    """Not by the step: chunks would come from several senders, of which only the last reports."""
+    """Not by the step: chunks would come from several sources, of which only the last reports."""
     sources = [attention(rank, 8, ["0"]) for rank in range(8)]
     chosen = set()
     for number in range(32):
@@ -128,18 +128,20 @@ def test_states_of_all_ranks_are_awaited(source_tp: int, target_tp: int, layers_
     for target in (hybrid(rank, target_tp) for rank in range(target_tp)):
         plans = Planner(sources, target).plans(0)
         parts = [part_of(plan, requests, layers_per_span) for plan in plans]
-        lists = [(plan.source, pushed(part, requests, (3, 4, 9, END))) for plan, part in zip(plans, parts, strict=True)]
+        lists = [
+            (plan.source, written(part, requests, (3, 4, 9, END))) for plan, part in zip(plans, parts, strict=True)
+        ]
         verify_destination(lists, target, requests)
         for part in parts:
-            push = SourceWrite("x", part.needs, deadline=1.0)
-            push.take(dict.fromkeys(part.needs, 10))
-            push.landed()
-            assert (push.state is WriteState.OPEN) == (Span("state") in part.needs)
+            write = SourceWrite("x", part.needs, deadline=1.0)
+            write.take(dict.fromkeys(part.needs, 10))
+            write.landed()
+            assert (write.state is WriteState.OPEN) == (Span("state") in part.needs)
         assert any(Span("state") in part.needs for part in parts)
 
 
 def test_sglang_23515_a_short_prompt_takes_as_few_descriptors_as_one_transfer() -> None:
-    """SGLang PR #23515: pushed layer by layer, short prompts were 18 % slower."""
+    """SGLang PR #23515: layer by layer, short prompts were 18 % slower."""
     layers = ["0", "2", "4"]
     [plan] = Planner([attention(0, 1, layers)], attention(0, 1, layers, base_address=1 << 20)).plans(0)
     part = part_of(plan, [FULL], layers_per_span=1)
