@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.arrays import Descriptors
 from kvferry.handoff.part import Part, announced_blocks
-from kvferry.handoff.source import END, BlockList, WriteState, SourceWrite
+from kvferry.handoff.source import END, BlockList, SourceWrite, WriteState
 from kvferry.layout.dense import shard_for
 from kvferry.layout.group import TensorScale
 from kvferry.layout.named_layouts import NamedLayout
