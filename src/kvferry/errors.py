@@ -136,7 +136,7 @@ class KVFerryError(Exception):
         """Return an equal error to keep for later.
 
         The traceback, cause and context of an error keep the variables of every frame alive that the error passed:
-        the descriptors of a failed push, a whole request. Call this before an error is stored, and again before the
+        the descriptors of a failed write, a whole request. Call this before an error is stored, and again before the
         stored error is raised.
 
         >>> try:

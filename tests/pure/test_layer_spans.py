@@ -84,12 +84,12 @@ def test_a_span_has_the_memory_and_the_scales_of_its_own_layers() -> None:
 def test_spans_that_go_in_one_batch_go_once_each(together: list[int]) -> None:
     plan = pair(NamedLayout.BHLNC)
     part = Part(plan, announced_blocks(plan, [BLOCKS]), LayerSpans({"full": LAYERS}).plans(plan))
-    push, rows = SourceWrite("x", part.needs, deadline=1.0), []
+    write, rows = SourceWrite("x", part.needs, deadline=1.0), []
     for numbers in (together, [1, 2, 3]):
-        batch = push.take({Span("full", number): END for number in numbers})
+        batch = write.take({Span("full", number): END for number in numbers})
         rows.append(part.lower(batch, {"full": BlockList(0, [5, 1, 4])}))
-        push.landed()
-    assert push.state is WriteState.OVER
+        write.landed()
+    assert write.state is WriteState.OVER
     assert copied(rows) == copied(plan.groups["full"].lower([BLOCKS]))
 
 

@@ -176,7 +176,7 @@ class DeferredActions:
             try:
                 thread.start()
             except RuntimeError:
-                # The engine's thread calls: the action waits for the next one, its push for its deadline.
+                # The engine's thread calls: the action waits for the next one, its write for its deadline.
                 logger.exception("kvferry: the process can start no thread")
             else:
                 self._thread = thread

@@ -11,11 +11,11 @@ from kvferry.plan.planner import GroupPlan, PairPlan
 
 LAYERS_PER_SPAN = 8
 """With spans of one layer the time to first token was up to 1.4 times as long: each batch wakes threads
-(docs/decisions/push.md)."""
+(docs/decisions/one-handoff.md)."""
 SHORT_TOKENS = 256
 """A prompt of at most so many tokens is written whole: spans save about 0.02 ms per token, too little to show.
 
-Spans were slower at 64 tokens and saved 45 ms at 2048 tokens (docs/decisions/push.md).
+Spans were slower at 64 tokens and saved 45 ms at 2048 tokens (docs/decisions/one-handoff.md).
 """
 
 

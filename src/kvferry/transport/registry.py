@@ -129,14 +129,6 @@ class Connecting:
         return TransportError(refusals[-1].reason, message, " ".join(error.remedy for error in refusals))
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """The end points of memory that was registered anew; ``holes`` says why a byte of a former peer may still land."""
-
-    end_points: dict[str, bytes]
-    holes: tuple[str, ...]
-
-
 class TransportSet:
     """The open transports of one rank. Registers memory with all, connects with the first that works."""
 
@@ -182,13 +174,6 @@ class TransportSet:
         known = {**self.transports, **self._former}
         names = [name] if name else list(known)
         return bool(names) and all(each in known and known[each].capabilities.ends_with_process for each in names)
-
-    def fence(self) -> Fence:
-        """Open the transports anew and close the former ones at once: a *fence*, of :meth:`renew` and then
-        :meth:`close_former`.
-        """
-        end_points = self.renew()
-        return Fence(end_points, self.close_former())
 
     def renew(self) -> dict[str, bytes]:
         """Open the transports anew, with the same memory, for all connections from now on; return the end points.

@@ -1,4 +1,4 @@
-"""The adapters of prompts that are held, pushed or loaded: their weights as vLLM has read them."""
+"""The adapters of prompts that are held or loaded: their weights as vLLM has read them."""
 
 from contextlib import suppress
 from dataclasses import dataclass

@@ -7,8 +7,8 @@ class IdleSteps:
     """The wait of each step that computes nothing, twice as long as the last one's: docs/decisions/idle-steps.md.
 
     While a request waits for its cache, vLLM starts step after step, and its processes take the cores on which bytes
-    are copied and, with pushes on one host, prompts are computed. A request that comes during such a wait waits as
-    long, once.
+    are copied and, in a concurrent flow on one host, prompts are computed. A request that comes during such a
+    wait waits as long, once.
 
     >>> steps = IdleSteps()
     >>> [steps.wait(computes=False) for _ in range(4)], steps.wait(computes=True), steps.wait(computes=False)
