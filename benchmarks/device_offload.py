@@ -30,9 +30,9 @@ from kvferry.execution.local_copy import LocalCopy, LocalRoute
 from kvferry.execution.pinned_copy import PinnedMemory
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import Region
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.transport_memory import CudaMemory
 from kvferry.tiers.slab_memory import SlabMemory
 
 LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE, ITEMSIZE = 36, 16, 8, 128, 2
@@ -76,8 +76,9 @@ class Bench:
             )
             for rank in range(tp_size)
         ]
-        self.cache = CudaMemory(shards[0].regions[0].length)
-        shards[0] = msgspec.structs.replace(shards[0], regions=(self.cache.region,))
+        self.cache = torch.zeros(shards[0].regions[0].length, dtype=torch.uint8, device=device)
+        region = Region(self.cache.data_ptr(), self.cache.numel(), device)
+        shards[0] = msgspec.structs.replace(shards[0], regions=(region,))
         slab = slab_shard(shards, {"full": self.num_blocks})
         self.slab = SlabMemory(slab.regions[0].length)
         slab = msgspec.structs.replace(slab, regions=(self.slab.region,))
@@ -107,12 +108,12 @@ class Bench:
 
     def is_exact(self) -> bool:
         """Return whether a load brings back what a store has taken."""
-        content = torch.randint(0, 256, self.cache.tensor.shape, dtype=torch.uint8, device=self.cache.device)
-        self.cache.tensor.copy_(content)
+        content = torch.randint(0, 256, self.cache.shape, dtype=torch.uint8, device=self.cache.device)
+        self.cache.copy_(content)
         self.copy(is_load=False)
-        self.cache.tensor.zero_()
+        self.cache.zero_()
         self.copy(is_load=True)
-        return torch.equal(self.cache.tensor, content)
+        return torch.equal(self.cache, content)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -130,7 +131,7 @@ def main(
     if not torch.cuda.is_available():
         typer.echo("this benchmark needs a CUDA device, and torch finds none: no measurement.", err=True)
         raise typer.Exit(NO_DEVICE)
-    device = CudaMemory.device
+    device = "cuda:0"
     cases = product(LAYOUTS, (1, 2), map(int, tokens.split(",")))
     rows = [measure(layout, tp_size, number, device, repeat) for layout, tp_size, number in cases]
     print_rows(rows, torch.cuda.get_device_name(device))
@@ -145,13 +146,13 @@ def measure(layout: NamedLayout, tp_size: int, tokens: int, device: str, repeat:
     if not bench.is_exact():
         typer.echo(f"wrong bytes: {layout}, TP {tp_size}, {tokens} tokens", err=True)
         raise typer.Exit(1)
-    num_bytes = bench.cache.tensor.numel()
+    num_bytes = bench.cache.numel()
     on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     operations = [
         lambda: bench.copy(is_load=False),
         lambda: bench.copy(is_load=True),
-        lambda: _finished(on_host.copy_(bench.cache.tensor, non_blocking=True), device),
-        lambda: _finished(bench.cache.tensor.copy_(on_host, non_blocking=True), device),
+        lambda: _finished(on_host.copy_(bench.cache, non_blocking=True), device),
+        lambda: _finished(bench.cache.copy_(on_host, non_blocking=True), device),
     ]
     rates = [num_bytes / seconds / 1e9 for seconds in medians(operations, repeat)]
     bench.close()

@@ -44,12 +44,11 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.tier_suite import block_keys
 from kvferry.tiers.disk.inspection import NUM_READERS, existing_directory, inspect, verify
 from kvferry.tiers.disk.workers import RUN_BYTES
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.local_disk import NUM_THREADS, LocalDisk
-from kvferry.tiers.protocol import Slots
+from kvferry.tiers.protocol import KEY_BYTES, BlockKey, Slots
 from kvferry.tiers.slab_memory import SlabMemory
 from kvferry.tiers.stack import Stack
 from kvferry.units import format_bytes
@@ -269,6 +268,11 @@ def verify_rows(directory: Path, num_bytes: int, repeat: int) -> list[Row]:
     rates = rates_of({"verify": verify_all, "read": read_all}, memory.nbytes, repeat)
     opened.close()
     return [row("kvferry tiers verify", rates["verify"], f"reads of 4 MiB, {NUM_READERS} threads", rates["read"], 0.7)]
+
+
+def block_keys(*numbers: int) -> list[BlockKey]:
+    """Return the keys of these numbers."""
+    return [number.to_bytes(KEY_BYTES, "big") for number in numbers]
 
 
 def read_file(path: Path) -> None:

@@ -26,13 +26,13 @@ from vllm_handoff_engines import (
 )
 
 from kvferry.errors import Reason
-from kvferry.harness.engine_metrics import prompt_tokens
 from kvferry.harness.launch import (
     HOST,
     EngineSettings,
     Role,
     Server,
     free_port,
+    prompt_tokens,
     start_engine,
     stop_servers,
     wait_until_ready,

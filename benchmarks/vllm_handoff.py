@@ -68,7 +68,7 @@ from vllm_handoff_engines import (
 )
 from vllm_handoff_report import Link, Result, print_results
 
-from kvferry.cli.demo_places import DemoPlaces, demo_places
+from kvferry.cli.demo import DemoPlaces, demo_places
 from kvferry.integrations.vllm.waiting_workers import VARIABLE as SLEEPING_WORKERS
 
 MAX_RETAKES = 4

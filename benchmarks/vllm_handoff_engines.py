@@ -17,13 +17,14 @@ import numpy as np
 import typer
 from stall_watch import StallWatch
 
-from kvferry.cli.demo_places import DemoPlaces
+from kvferry.cli.demo import DemoPlaces
 from kvferry.errors import KVFerryError, Reason
-from kvferry.harness.engine_metrics import cache_usage, prompt_tokens
 from kvferry.harness.launch import (
     EngineSettings,
     Role,
     Server,
+    cache_usage,
+    prompt_tokens,
     start_engine,
     stop_servers,
     wait_until_ready,

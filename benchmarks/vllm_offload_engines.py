@@ -19,8 +19,16 @@ from vllm_handoff_engines import BenchmarkError, complete, extension_variables, 
 
 from kvferry.errors import Reason
 from kvferry.harness.child_process import LaunchError
-from kvferry.harness.engine_metrics import PromptTokens, prompt_tokens
-from kvferry.harness.launch import EngineSettings, Role, Server, start_engine, stop_servers, wait_until_ready
+from kvferry.harness.launch import (
+    EngineSettings,
+    PromptTokens,
+    Role,
+    Server,
+    prompt_tokens,
+    start_engine,
+    stop_servers,
+    wait_until_ready,
+)
 from kvferry.harness.tiny_models import VOCABULARY_SIZE, find_tiny_model, make_tiny_model
 
 BLOCK_SIZE = 128

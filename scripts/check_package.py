@@ -20,7 +20,7 @@ from pathlib import Path
 from environments import make_environment
 from package import ROOT, build
 
-from kvferry.harness.engine_metrics import prompt_tokens, scrape_metrics
+from kvferry.harness.launch import prompt_tokens, scrape_metrics
 from kvferry.harness.tiny_models import make_tiny_model
 
 PYTHONS = ("3.11", "3.12", "3.13")

@@ -5,7 +5,7 @@ import os
 import pytest
 
 VARIABLE = "KVFERRY_NO_SKIPS"
-SUITE = "kvferry/testing/transport_suite.py"
+SUITE = "tests/support/transport_suite.py"
 OF_THE_MACHINE = "this machine cannot run it: "
 """A reason that begins so is shown, and the run does not fail: no package is missing, but a privilege or a device."""
 
@@ -14,7 +14,7 @@ OF_THE_MACHINE = "this machine cannot run it: "
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """With ``KVFERRY_NO_SKIPS`` set, fail and name the tests and modules that were skipped.
 
-    The shipped suite of transports may skip: some of its tests do not fit a transport that moves no bytes.
+    The suite of transports may skip: some of its tests do not fit a transport that moves no bytes.
     """
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     all_skipped = [] if reporter is None else reporter.stats.get("skipped", [])

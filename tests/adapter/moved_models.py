@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache_to_layers
 
 from kvferry.errors import KVFerryError
-from kvferry.integrations.vllm.translate import shards as translate
+from kvferry.integrations.vllm import translate
 from kvferry.plan.request import GroupBlocks
 
 from .meta_models import Model

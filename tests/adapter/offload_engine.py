@@ -51,9 +51,8 @@ from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankR
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.scheduler import offload_tiers
 from kvferry.layout.dense import shard_for
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Region, Shard, decode_shard, encode_shard
+from kvferry.layout.shard import CacheKind, Region, Shard, decode_shard, encode_shard
 from kvferry.layout.slab import slab_shard
 from kvferry.tiers.protocol import LowerTier
 

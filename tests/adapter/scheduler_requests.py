@@ -16,7 +16,7 @@ from kvferry.handoff.messages import FIRST_WEIGHTS, EndPoint, Handle, Identity, 
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import CacheKind
 
 FULL = GroupShape(CacheKind.ATTENTION, 16)
 WINDOW = GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)

@@ -15,7 +15,7 @@ from kvferry.handoff.wire.keys import make_keys
 from kvferry.integrations.vllm.scheduler import destination
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.step import FailedTurns
-from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import CacheKind
 
 from ..waits import wait_until
 from .scheduler_requests import FULL, PROMPT, WINDOW, allocated, handle_of, let_sleep, next_step, request, run_prefill

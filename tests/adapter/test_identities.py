@@ -17,9 +17,9 @@ from vllm.engine.arg_utils import EngineArgs
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.handshake import compare_identities
 from kvferry.handoff.messages import Identity
+from kvferry.integrations.vllm.identity import identity_of
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.translate.identity import identity_of
 
 from ..matrix_results import Results, results_folder
 from ..small_models.weights import names, published

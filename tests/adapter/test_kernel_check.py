@@ -11,8 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvferry.cli import kernel_report
-from kvferry.cli.kernel_report import Measured
+from kvferry.cli import doctor
+from kvferry.cli.doctor import Measured
 from kvferry.cli.main import app
 from kvferry.errors import LayoutError, Reason
 from kvferry.integrations.vllm.kernels.check import (
@@ -225,7 +225,7 @@ def test_an_engine_is_refused_a_layout_that_its_kernel_misreads(monkeypatch: pyt
 def test_the_exit_code_depends_on_the_layouts_that_the_connector_requests(
     measured: Measured, exit_code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_report, "measure_in_child", lambda _model: measured)
+    monkeypatch.setattr(doctor, "measure_in_child", lambda _model: measured)
     table = CliRunner().invoke(app, ["doctor", "--kernels"])
     assert table.exit_code == exit_code
     assert all(verdict.layout in table.stdout for verdict in measured.verdicts)

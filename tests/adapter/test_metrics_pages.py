@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.execution.job import JobResult
 from kvferry.integrations.vllm.observations import Observations
-from kvferry.integrations.vllm.offload_records import OffloadStatistics
+from kvferry.integrations.vllm.offload_step import OffloadStatistics
 from kvferry.integrations.vllm.step import PromptLoad
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.named_layouts import NamedLayout

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.plan_report import RANK_SPACING, EngineShape, engine_of
+from kvferry.cli.plan import RANK_SPACING, EngineShape, engine_of
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm.versions import installed_version
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import CacheKind
 from kvferry.models.config import read_fields
-from kvferry.models.shapes import layer_of, model_caches
+from kvferry.models.families import layer_of, model_caches
 
 from ..matrix_results import Results, results_folder
 from ..small_models import shrink

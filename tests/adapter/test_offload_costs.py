@@ -18,18 +18,17 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 
 from kvferry.arrays import Integers
 from kvferry.integrations.vllm.offload_names import BlockNames
-from kvferry.integrations.vllm.offload_records import OffloadStatistics
+from kvferry.integrations.vllm.offload_step import OffloadStatistics
 from kvferry.integrations.vllm.offload_step import LoadOrder
 from kvferry.integrations.vllm.scheduler import offload_hits
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
-from kvferry.integrations.vllm.scheduler.offload_hits import Hit
+from kvferry.integrations.vllm.scheduler.offload_loads import Hit
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, longest_hit, stored_groups
 from kvferry.integrations.vllm.versions import cache_hit_source
-from kvferry.layout.group import CacheKind
-from kvferry.layout.shard import Region
-from kvferry.testing.dictionary_tier import DictionaryTier
+from kvferry.layout.shard import CacheKind, Region
 from kvferry.tiers.load_rule import CopyTimes
 
+from ..support.dictionary_tier import DictionaryTier
 from .model_files import CONFIG
 from .offload_engine import Engine, make_config, prompt_of
 

@@ -16,11 +16,11 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvferry.integrations.vllm.scheduler import offload_events
 from kvferry.layout.shard import Region
-from kvferry.testing.dictionary_tier import DictionaryTier
-from kvferry.tiers.changes import Change
 from kvferry.tiers.guarded_tier import MAX_RAISED
+from kvferry.tiers.host_memory import Change
 from kvferry.tiers.protocol import BlockKey, Load, Slots
 
+from ..support.dictionary_tier import DictionaryTier
 from .model_files import CONFIG
 from .offload_engine import BLOCK_SIZE, Engine, group_and_hash, make_config, prompt_of
 

@@ -23,11 +23,11 @@ from kvferry.integrations.vllm.scheduler import offload_tiers
 from kvferry.integrations.vllm.worker import offload as worker_offload
 from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
 from kvferry.layout.shard import Region
-from kvferry.testing.dictionary_tier import DictionaryTier
-from kvferry.testing.oracle import Arena
 from kvferry.tiers import local_disk
 from kvferry.tiers.disk.segments import SegmentFiles
 
+from ..support.dictionary_tier import DictionaryTier
+from ..support.oracle import Arena
 from . import test_offload_worker as rank_tests
 from .offload_engine import BLOCK_SIZE, Engine, prompt_of
 from .test_offload_requests import configs, crowd_out, make_engine  # noqa: F401

@@ -26,16 +26,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
 from kvferry.errors import KVFerryError, LayoutError, Reason
-from kvferry.integrations.vllm import offload_names, versions
+from kvferry.integrations.vllm import identity, offload_names, translate, versions
 from kvferry.integrations.vllm.adapters import Adapters
+from kvferry.integrations.vllm.identity import record_models, weights_of
 from kvferry.integrations.vllm.names import checker
 from kvferry.integrations.vllm.offload_names import BlockNames, engine_facts
-from kvferry.integrations.vllm.recorded_models import record_models
-from kvferry.integrations.vllm.translate import shards as translate
-from kvferry.integrations.vllm.translate import weights
-from kvferry.integrations.vllm.translate.weights import weights_of
-from kvferry.layout.group import TensorScale
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import Shard, TensorScale
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.planner import Planner
 from kvferry.tiers.protocol import KEY_BYTES
@@ -737,11 +733,11 @@ def test_files_of_other_formats_are_sampled_throughout(name: str, tmp_path: Path
 
 def test_few_bytes_are_read_of_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = []
-    samples = weights._samples
-    monkeypatch.setattr(weights, "_samples", lambda *given: read.extend(found := list(samples(*given))) or found)
+    samples = identity._samples
+    monkeypatch.setattr(identity, "_samples", lambda *given: read.extend(found := list(samples(*given))) or found)
     write_weights(tmp_path / "model.safetensors", {"a": 3_000_000, "b": 5})
     assert weights_of(str(tmp_path)).are_known
-    assert sum(length for _, length in read) == 8 * weights.SAMPLE_BYTES + 20
+    assert sum(length for _, length in read) == 8 * identity.SAMPLE_BYTES + 20
     begins, ends = zip(*((begin, begin + length) for begin, length in read[:8]), strict=True)
     assert ends[-1] - begins[0] == 12_000_000
 

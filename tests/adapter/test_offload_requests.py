@@ -32,10 +32,9 @@ from kvferry.integrations.vllm.scheduler import stored_blocks
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.offload_stores import Stores
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, longest_hit, stored_groups
-from kvferry.layout.group import CacheKind
-from kvferry.layout.shard import Region
-from kvferry.testing.dictionary_tier import DictionaryTier, TierFaults
+from kvferry.layout.shard import CacheKind, Region
 
+from ..support.dictionary_tier import DictionaryTier, TierFaults
 from .model_files import CONFIG
 from .offload_engine import BLOCK_SIZE, LATENT, Engine, make_config, prompt_of
 

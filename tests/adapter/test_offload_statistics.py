@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from kvferry.errors import Reason, TransportError
 from kvferry.execution.job import JobResult
-from kvferry.integrations.vllm.offload_records import OffloadMetrics, OffloadStatistics, difference
+from kvferry.integrations.vllm.offload_step import OffloadMetrics, OffloadStatistics, difference
 from kvferry.integrations.vllm.worker.records import PrometheusMetrics, Statistics
 from kvferry.tiers.load_rule import Because, Choice, Decision
 

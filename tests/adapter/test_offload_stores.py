@@ -16,7 +16,7 @@ from kvferry.integrations.vllm.offload_step import StoreOrder
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.offload_stores import Stores
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, stored_groups
-from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import CacheKind
 from kvferry.layout.slab import slab_shard
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.stack import Stack

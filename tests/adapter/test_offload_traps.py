@@ -25,7 +25,7 @@ from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankR
 from kvferry.integrations.vllm.scheduler import offload
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS
-from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import CacheKind
 
 from . import test_offload_worker as rank_tests
 from .offload_engine import BLOCK_SIZE, LATENT, Engine, prompt_of

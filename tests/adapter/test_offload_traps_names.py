@@ -14,9 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.core import kv_cache_utils
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.layout.component import Atom
-from kvferry.layout.group import TensorScale
-from kvferry.layout.shard import Shard, encode_shard
+from kvferry.layout.shard import Atom, Shard, TensorScale, encode_shard
 
 from . import test_offload_names as named
 from .offload_engine import Engine, make_config, rank_shard

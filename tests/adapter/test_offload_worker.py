@@ -16,13 +16,13 @@ from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankR
 from kvferry.integrations.vllm.worker import offload as worker_offload
 from kvferry.integrations.vllm.worker.offload import OffloadWorker
 from kvferry.layout.dense import shard_for
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import decode_shard
+from kvferry.layout.shard import CacheKind, decode_shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import Arena, RankMemory, strided_memory
 from kvferry.tiers.slab_memory import SlabHandle, SlabMemory
+
+from ..support.oracle import Arena, RankMemory, strided_memory
 
 BLOCK_SIZE, SLAB_BLOCKS = 4, 8
 FAR = 10.0

@@ -15,10 +15,10 @@ from vllm.engine.arg_utils import EngineArgs
 from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.messages import Identity
 from kvferry.integrations.vllm import offload_names
+from kvferry.integrations.vllm.identity import identity_of
 from kvferry.integrations.vllm.offload_names import engine_facts
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.settings import Settings
-from kvferry.integrations.vllm.translate.identity import identity_of
 
 from ..small_models.weights import published
 

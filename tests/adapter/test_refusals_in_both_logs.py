@@ -15,8 +15,7 @@ from kvferry.handoff.messages import PROTOCOL_VERSION
 from kvferry.handoff.versions import OURS, Versions
 from kvferry.handoff.wire import hold_messages
 from kvferry.integrations.vllm.scheduler import params as scheduler_params
-from kvferry.layout.component import Atom
-from kvferry.layout.shard import encode_shard
+from kvferry.layout.shard import Atom, encode_shard
 from kvferry.peer_log import LINES_PER_SECOND
 
 from .handoff_engine import IDENTITY, HandoffEngine

@@ -22,7 +22,7 @@ from kvferry.errors import KVFerryError
 from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Identity, RankEntry
 from kvferry.handoff.wire.server import Server
-from kvferry.integrations.vllm.translate import shards as translate
+from kvferry.integrations.vllm import translate
 from kvferry.layout.shard import Shard, encode_shard
 from kvferry.plan.planner import Planner
 

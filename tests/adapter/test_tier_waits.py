@@ -12,9 +12,9 @@ import json
 
 from kvferry.integrations.vllm.scheduler.waits import LEAST_SECONDS, MOST_SECONDS, SHARE
 from kvferry.layout.shard import Region
-from kvferry.testing.dictionary_tier import DictionaryTier
 from kvferry.tiers.lower_copies import CopySettings
 
+from ..support.dictionary_tier import DictionaryTier
 from .model_files import CONFIG
 from .offload_engine import Engine, make_config, prompt_of
 

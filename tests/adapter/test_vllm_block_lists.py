@@ -12,7 +12,7 @@ from kvferry.integrations.vllm.scheduler.blocks import (
     held_blocks,
     num_recomputed,
 )
-from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import CacheKind
 
 FULL = GroupShape(CacheKind.ATTENTION, 16)
 WINDOW = GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)

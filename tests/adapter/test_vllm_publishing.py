@@ -18,11 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.job import JobResult
 from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.recorded_models import record_models
+from kvferry.integrations.vllm.identity import identity_of, record_models
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import RankMetadata
-from kvferry.integrations.vllm.translate.identity import identity_of
 from kvferry.integrations.vllm.worker.role import WorkerRole
 
 from .scheduler_requests import A_RANK, FULL, IDENTITY, PROMPT, run_prefill

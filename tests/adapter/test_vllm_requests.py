@@ -30,7 +30,7 @@ from kvferry.integrations.vllm.scheduler.destination import LATE_SECONDS
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.scheduler.params import prompt_digest
 from kvferry.integrations.vllm.versions import can_name_loaded_groups
-from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import CacheKind
 
 from ..waits import wait_until
 from .flows import FLOWS, Flow, to_decode, to_prefill

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Bac
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.integrations.vllm.translate import shards as translate
+from kvferry.integrations.vllm import translate
 from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks
 

@@ -21,10 +21,8 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.integrations.vllm.translate import attention as translate_attention
-from kvferry.integrations.vllm.translate import shards as translate
-from kvferry.layout.component import Atom, HeadRange
-from kvferry.layout.group import CacheKind
+from kvferry.integrations.vllm import translate
+from kvferry.layout.shard import Atom, CacheKind, HeadRange
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_SIZE = 6, 32, 8
 PAGE = 2 * BLOCK_SIZE * 2 * HEAD_SIZE * 4  # bytes of two heads
@@ -266,10 +264,10 @@ def test_one_head_held_is_a_replica_only_if_no_layer_has_more_heads(
     config = engine(monkeypatch, tp_size=8)
     config.model_config.hf_text_config = SimpleNamespace(**named)
     if not is_refused:
-        assert translate_attention._heads(config, CacheKind.ATTENTION, "0", 1, (3, 8)) == (4, HeadRange(1, 2))
+        assert translate._heads(config, CacheKind.ATTENTION, "0", 1, (3, 8)) == (4, HeadRange(1, 2))
         return
     with pytest.raises(KVFerryError, match="holds one KV head, of 4 or") as refused:
-        translate_attention._heads(config, CacheKind.ATTENTION, "0", 1, (3, 8))
+        translate._heads(config, CacheKind.ATTENTION, "0", 1, (3, 8))
     assert "--tensor-parallel-size 2" in refused.value.remedy
 
 
@@ -280,7 +278,7 @@ def test_a_drafter_with_more_heads_than_its_target_is_refused_where_ranks_hold_o
     drafter = SimpleNamespace(get_total_num_kv_heads=lambda: 8)
     config.speculative_config = SimpleNamespace(draft_model_config=drafter)
     with pytest.raises(KVFerryError, match="the drafter's"):
-        translate_attention._heads(config, CacheKind.ATTENTION, "0", 1, (3, 8))
+        translate._heads(config, CacheKind.ATTENTION, "0", 1, (3, 8))
 
 
 @pytest.mark.parametrize(
@@ -301,10 +299,10 @@ def test_a_layer_may_have_its_own_number_of_heads(
     own: list[dict[str, int]] = [{}, {"total_num_kv_heads": 2}, {"total_num_kv_heads": 16}]
     config.model_config.model_arch_config.per_layer_overrides = own
     if expected is not None:
-        assert translate_attention._heads(config, CacheKind.ATTENTION, layer, num_held, (3, 8)) == expected
+        assert translate._heads(config, CacheKind.ATTENTION, layer, num_held, (3, 8)) == expected
         return
     with pytest.raises(KVFerryError, match=f"a rank of 8 holds {num_held} KV heads of {layer}, which has"):
-        translate_attention._heads(config, CacheKind.ATTENTION, layer, num_held, (3, 8))
+        translate._heads(config, CacheKind.ATTENTION, layer, num_held, (3, 8))
 
 
 def test_the_numbers_of_the_target_s_layers_are_not_those_of_a_drafter_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +310,7 @@ def test_the_numbers_of_the_target_s_layers_are_not_those_of_a_drafter_s(monkeyp
     config = engine(monkeypatch, tp_size=8)
     config.model_config.model_arch_config.per_layer_overrides = [{}, {"total_num_kv_heads": 2}]
     config.speculative_config = SimpleNamespace(draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 16))
-    found = translate_attention._heads(config, CacheKind.ATTENTION, "draft.layers.1.attn", 2, (3, 8))
+    found = translate._heads(config, CacheKind.ATTENTION, "draft.layers.1.attn", 2, (3, 8))
     assert found == (16, HeadRange(6, 8))
 
 
@@ -327,4 +325,4 @@ def test_a_scale_for_each_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_one_head_held_where_the_model_has_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KVFerryError, match="holds one KV head where the model has 4"):
-        translate_attention._heads(engine(monkeypatch), CacheKind.ATTENTION, "0", 1, (0, 2))
+        translate._heads(engine(monkeypatch), CacheKind.ATTENTION, "0", 1, (0, 2))

@@ -18,7 +18,7 @@ from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_filled_
 from kvferry.integrations.vllm.scheduler.lost_ranks import RANK_NAME, RankMonitor
 from kvferry.integrations.vllm.scheduler.offload import check_offloadable
 from kvferry.integrations.vllm.versions import Support, check_version, report_version
-from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import CacheKind
 
 from .vllm_copies import FOLDER, changed_copy
 

@@ -43,11 +43,11 @@ from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.blocks import group_name
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import AnnouncedPrompt, EngineEndPoint, PromptLoad, StepMetadata
-from kvferry.integrations.vllm.translate.shards import decode_rank_entry
+from kvferry.integrations.vllm.translate import decode_rank_entry
 from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.integrations.vllm.worker.handoff import Source
 from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps
-from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import CacheKind
 from kvferry.plan import digest_cells
 from kvferry.transport.end_points import own_identity
 

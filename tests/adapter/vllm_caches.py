@@ -34,7 +34,7 @@ except ImportError:
         return get_kv_cache_groups(vllm_config, *specs)
 
 
-from kvferry.integrations.vllm.translate import shards as translate
+from kvferry.integrations.vllm import translate
 from kvferry.plan.planner import Planner
 from kvferry.plan.request import GroupBlocks, of_rank
 

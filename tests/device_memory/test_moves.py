@@ -11,12 +11,12 @@ from kvferry.arrays import Bytes, Descriptors
 from kvferry.execution.route import Route
 from kvferry.layout.shard import Shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import Arena, RankMemory, check_moved, strided_memory
 from kvferry.transport.protocol import Direction, Status, reach
 from kvferry.transport.registry import make
 
 from ..pure.arrangements import FULL, STATE, ask, attention, hybrid
 from ..pure.strategies import Move, moves
+from ..support.oracle import Arena, RankMemory, check_moved, strided_memory
 from . import standin_nixl
 from .standin_transport import FACTORY
 from .untouchable import DeviceMemory

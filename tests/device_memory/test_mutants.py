@@ -73,9 +73,7 @@ TOUCHES = {
     "execution.route": ("Route.proved_plans", "worker"),
     "execution.trial": ("_bytes_of", "worker"),
     "integrations.vllm.kernels.engine": ("_is_checkable", "worker"),
-    "integrations.vllm.translate.attention": ("attention_components", "worker"),
-    "integrations.vllm.translate.shards": ("_check_views", "worker"),
-    "integrations.vllm.translate.states": ("state_components", "worker"),
+    "integrations.vllm.translate": ("attention_components", "worker"),
     "integrations.vllm.worker.caches": ("_use_huge_pages", "worker"),
     "integrations.vllm.worker.offload": ("OffloadWorker.register_kv_caches", "offload"),
     "integrations.vllm.worker.role": ("WorkerRole.register_kv_caches", "worker"),
@@ -154,7 +152,7 @@ WAYS: dict[str, Callable[[int, Any], object]] = {
 def test_whatever_way_the_processor_takes_its_touch_ends_the_child(
     way: str, request: pytest.FixtureRequest, monkeypatch: Patch
 ) -> None:
-    mutate(monkeypatch, "kvferry.integrations.vllm.translate.shards", "_check_views", WAYS[way])
+    mutate(monkeypatch, "kvferry.integrations.vllm.translate", "_check_views", WAYS[way])
     report = outcome(request, monkeypatch, SCENARIOS["worker"])
     assert report.failed
     assert "SIGSEGV: the product has touched device memory" in str(report.longrepr)

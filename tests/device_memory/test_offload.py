@@ -22,12 +22,10 @@ from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder, StoreOrder
 from kvferry.integrations.vllm.worker import offload as worker_offload
 from kvferry.integrations.vllm.worker.offload import OffloadWorker
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Region, Shard, encode_shard
+from kvferry.layout.shard import CacheKind, Region, Shard, encode_shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import Arena, RankMemory, strided_memory
 from kvferry.tiers.slab_memory import SlabMemory
 from kvferry.tiers.slab_trial import SlabTrial, try_offload
 
@@ -35,6 +33,7 @@ from ..local import test_local_copy
 from ..local.fake_cuda import FakeCuda, FakeStream
 from ..local.test_local_copy import BLOCK_SIZE, CASES, Copies, Ranks
 from ..pure.arrangements import attention, hybrid
+from ..support.oracle import Arena, RankMemory, strided_memory
 from ..waits import wait_until
 from . import standin_driver
 from .device import ImmediateOrder

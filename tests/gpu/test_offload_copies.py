@@ -16,16 +16,15 @@ from kvferry.execution.job import JobResult
 from kvferry.execution.local_copy import LocalCopy, LocalRoute
 from kvferry.execution.pinned_copy import BATCH_BYTES, PinnedMemory
 from kvferry.layout.dense import shard_for
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import CacheKind, Region, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import RankMemory, strided_memory
-from kvferry.testing.transport_memory import CudaMemory
 from kvferry.tiers.slab_memory import SlabMemory
 
 from ..local.test_local_copy import CASES, Copies, Ranks
+from ..support.oracle import RankMemory, strided_memory
+from ..support.transport_memory import CudaMemory
 
 DEVICE = CudaMemory.device
 CLOCK_CYCLES = 500_000_000

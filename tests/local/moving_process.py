@@ -20,12 +20,12 @@ import numpy as np
 
 from kvferry.arrays import Bytes
 from kvferry.layout.shard import Region
-from kvferry.testing.transport_peer import pattern
 from kvferry.transport.network import Network
 from kvferry.transport.protocol import Direction, Status
 from kvferry.transport.registry import Link, TransportSet, open_transports
 
 from .. import mooncake_libraries
+from ..support.transport_peer import pattern
 
 NUM_BYTES = 8 << 20
 READ_SEED, WRITTEN_SEED = 14, 41

@@ -11,12 +11,12 @@ from kvferry.arrays import Descriptors
 from kvferry.errors import Reason
 from kvferry.handoff.messages import Answer, Question
 from kvferry.handoff.source import END
-from kvferry.testing.transport_peer import pattern
-from kvferry.testing.transport_suite import apply, open_pair, random_offsets
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.protocol import Direction, Status
 
 from ..counted_work import containers_of, lines_of
+from ..support.transport_peer import pattern
+from ..support.transport_suite import apply, open_pair, random_offsets
 from ..waits import wait_until
 from .engines_that_write import Pairs, check_arrived, engines
 

@@ -24,7 +24,7 @@ from kvferry.handoff.wire.server import Server
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, decode_shard, encode_shard
-from kvferry.tiers.disk.records import RECORD_BYTES, RecordHeader, SegmentShape, read_table
+from kvferry.tiers.disk.segments import RECORD_BYTES, RecordHeader, SegmentShape, read_table
 from kvferry.tiers.protocol import KEY_BYTES
 from kvferry.transport.cma import CmaTransport
 from kvferry.transport.end_points import ProcessEndPoint, decode_end_point

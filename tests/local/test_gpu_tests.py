@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from kvferry.cli.device_report import report_device
+from kvferry.cli.doctor import report_device
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.execution import cuda_driver
 from kvferry.execution.cuda_driver import find_device

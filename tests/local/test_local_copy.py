@@ -19,15 +19,14 @@ from kvferry.execution.executor import Executor
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute, copy_blocks
 from kvferry.layout.dense import Content, shard_for
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.block_copies import BlockCopies
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.strided_copy import StridedCopy
-from kvferry.testing.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 
+from ..support.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 from ..waits import wait_until
 
 LAYERS = ["0", "1", "2"]

@@ -17,8 +17,18 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason, TierError
-from kvferry.tiers.disk.records import MAX_CELL_BYTES, MAX_CELLS, RECORD_BYTES, RecordHeader, SegmentShape
-from kvferry.tiers.disk.segments import Directory, SegmentFiles, cells_name, segment_name, table_name
+from kvferry.tiers.disk.segments import (
+    MAX_CELL_BYTES,
+    MAX_CELLS,
+    RECORD_BYTES,
+    Directory,
+    RecordHeader,
+    SegmentFiles,
+    SegmentShape,
+    cells_name,
+    segment_name,
+    table_name,
+)
 from kvferry.tiers.disk.workers import Buffer, HeaderWrite, Workers
 from kvferry.tiers.local_disk import RESERVED_BYTES, LocalDisk, open_directory
 from kvferry.tiers.protocol import Presence, Slots, Store

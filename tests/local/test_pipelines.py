@@ -12,11 +12,9 @@ from kvferry.errors import KVFerryError, Reason
 from kvferry.execution.destination import Announcement, SourceRank
 from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.source import END, BlockList, Prompt
-from kvferry.layout.component import heads_of_rank
 from kvferry.layout.dense import shard_for
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import CacheKind, Shard, heads_of_rank
 from kvferry.transport.protocol import Region
 
 from . import cache_memory

@@ -10,18 +10,17 @@ import pytest
 from kvferry.execution.executor import Executor
 from kvferry.execution.local_copy import LocalCopy, LocalRoute
 from kvferry.layout.dense import shard_for
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
-from kvferry.testing.tier_suite import block_keys
 from kvferry.tiers import remote_pool
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Stack
 
+from ..support.oracle import Arena, OracleMismatch, check_moved, strided_memory
+from ..support.tier_suite import block_keys
 from .pool_master import Master, SharedClients, open_pool, skip_without_mooncake, wait_until
 
 pytestmark = pytest.mark.mooncake

@@ -16,9 +16,7 @@ import pytest
 
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
-from kvferry.testing.tier_suite import BLOCK_BYTES, LowerBench, block_keys, content_of, slab_of_blocks
-from kvferry.tiers.changes import Change, Emptied
-from kvferry.tiers.host_memory import HostMemory
+from kvferry.tiers.host_memory import Change, Emptied, HostMemory
 from kvferry.tiers.pool import store as pool_store
 from kvferry.tiers.pool.index import TRAILER_BYTES, allocated_bytes
 from kvferry.tiers.pool.store import PoolStore, object_names
@@ -27,6 +25,7 @@ from kvferry.tiers.remote_pool import SILENT_SECONDS, USABLE_SHARE, RemotePool, 
 from kvferry.tiers.slab_memory import SlabMemory
 from kvferry.tiers.stack import Stack
 
+from ..support.tier_suite import BLOCK_BYTES, LowerBench, block_keys, content_of, slab_of_blocks
 from ..waits import wait_until
 from .pool_master import SHARE_BYTES, Master, open_pool, skip_without_mooncake
 
@@ -406,7 +405,7 @@ def test_a_master_that_starts_after_the_engine(own_master: Master) -> None:
 
 STORES_AND_WAITS = f"""
 import sys, time
-from kvferry.testing.tier_suite import LowerBench, block_keys
+from tests.support.tier_suite import LowerBench, block_keys
 from kvferry.tiers.remote_pool import RemotePool
 engine = LowerBench(lambda region: RemotePool(sys.argv[1], {SHARE_BYTES}, region))
 while not engine.tier.snapshot()["is_reachable"]:
@@ -420,7 +419,10 @@ time.sleep(600)
 def test_an_engine_that_is_killed_or_stopped(own_master: Master) -> None:
     """In another process: its blocks can be read while it lives; then they are misses, and others stay."""
     process = subprocess.Popen(
-        [sys.executable, "-c", STORES_AND_WAITS, own_master.address], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", STORES_AND_WAITS, own_master.address],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
     )
     assert process.stdout is not None
     try:

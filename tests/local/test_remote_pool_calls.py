@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvferry.errors import Reason, TierError
-from kvferry.testing.tier_suite import BLOCK_BYTES, LowerBench, block_keys, refusal
 from kvferry.tiers import remote_pool
 from kvferry.tiers.pool.store import PoolState, UncertainTransfer
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.remote_pool import MIN_SHARE_BYTES, RemotePool
 
+from ..support.tier_suite import BLOCK_BYTES, LowerBench, block_keys, refusal
 from ..waits import wait_until
 
 LOST = TierError(Reason.TIER_FAILED, "the pool does not answer.")

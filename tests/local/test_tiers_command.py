@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from kvferry.cli.main import app
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.disk import inspection
-from kvferry.tiers.disk.records import SegmentShape
-from kvferry.tiers.disk.segments import Directory
+from kvferry.tiers.disk.segments import Directory, SegmentShape
 from kvferry.tiers.disk.workers import RUN_BYTES, Buffer
 
 from .disk_blocks import Blocks

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvferry.layout.shard import Region
-from kvferry.testing.tier_suite import LowerBench, LowerTierSuite, tier_machine
 from kvferry.tiers import remote_pool
 from kvferry.tiers.disk.segments import Directory, cells_name, read_segment
 from kvferry.tiers.local_disk import LocalDisk
@@ -20,6 +19,7 @@ from kvferry.tiers.pool.store import object_names
 from kvferry.tiers.protocol import BlockKey, LowerTier
 from kvferry.tiers.remote_pool import RemotePool
 
+from ..support.tier_suite import LowerBench, LowerTierSuite, tier_machine
 from .pool_master import Master, SharedClients, open_pool, skip_without_mooncake
 
 CAPACITY = 4 << 20

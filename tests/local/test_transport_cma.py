@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason, TransportError
-from kvferry.testing.transport_peer import PeerProcess
-from kvferry.testing.transport_suite import Pair, open_pair
 from kvferry.transport import cma
 from kvferry.transport.cma import CmaTransport
 from kvferry.transport.copy_threads import CopyThreads
 from kvferry.transport.end_points import ProcessEndPoint
 from kvferry.transport.protocol import Direction, Region, Status, reach
+
+from ..support.transport_peer import PeerProcess
+from ..support.transport_suite import Pair, open_pair
 
 BYTES = 1 << 20
 

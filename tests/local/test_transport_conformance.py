@@ -1,8 +1,8 @@
-"""Every shipped transport passes the shipped conformance suite."""
+"""Every shipped transport passes the conformance suite."""
 
 import pytest
 
-from kvferry.testing.transport_suite import TransportSuite
+from ..support.transport_suite import TransportSuite
 
 
 class TestNull(TransportSuite):

@@ -16,13 +16,13 @@ import pytest
 
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.handoff.wire.trust import Trust
-from kvferry.testing.transport_peer import PeerProcess, pattern
-from kvferry.testing.transport_suite import Pair, many_offsets, open_pair
 from kvferry.transport import mooncake, mooncake_engine
 from kvferry.transport.mooncake import Greeting, MooncakeEndPoint, MooncakeTransport
 from kvferry.transport.mooncake_engine import LOOPBACK
 from kvferry.transport.protocol import Direction, Region, Status, reach
 
+from ..support.transport_peer import PeerProcess, pattern
+from ..support.transport_suite import Pair, many_offsets, open_pair
 from ..waits import wait_until
 
 pytest.importorskip("mooncake.engine", exc_type=ImportError)

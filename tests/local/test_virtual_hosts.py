@@ -18,8 +18,8 @@ from kvferry.errors import Reason
 from kvferry.harness import virtual_hosts as module
 from kvferry.harness.child_process import LaunchError
 from kvferry.harness.virtual_hosts import DEVICE, VirtualHost, virtual_hosts
-from kvferry.testing.transport_peer import pattern
 
+from ..support.transport_peer import pattern
 from ..virtual_network import Hosts, make_hosts
 from ..waits import wait_until
 from .moving_process import NUM_BYTES, WRITTEN_SEED

@@ -6,16 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.layout.component import heads_of_rank
 from kvferry.layout.dense import shard_for
-from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import CacheGroup, CacheKind, Region, Shard, heads_of_rank
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, mamba2_segments, recurrent_component
 from kvferry.plan.planner import Planner
-from kvferry.plan.proof.verify import verify_destination
+from kvferry.plan.proof import verify_destination
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
+
+from ..support.oracle import Arena, OracleMismatch, check_moved, strided_memory
 
 BLOCKS = 12
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from kvferry.arrays import Bytes
 from kvferry.layout.dense import Content
-from kvferry.layout.group import CacheGroup
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Region, Shard
-from kvferry.testing.oracle import Arena, RankMemory
+from kvferry.layout.shard import CacheGroup, Region, Shard
+
+from ..support.oracle import Arena, RankMemory
 
 
 def named_memory(

@@ -10,9 +10,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.layout.component import Atom, Component, HeadRange, heads_of_rank
-from kvferry.layout.group import CacheGroup, CacheKind, TokenShare
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import (
+    Atom,
+    CacheGroup,
+    CacheKind,
+    Component,
+    HeadRange,
+    Region,
+    Shard,
+    TokenShare,
+    heads_of_rank,
+)
 from kvferry.layout.states import (
     ConvOrder,
     ConvSegment,

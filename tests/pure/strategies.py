@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from kvferry.layout.group import WHOLE, CacheKind, TokenShare
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import WHOLE, CacheKind, Shard, TokenShare
 from kvferry.plan.request import GroupBlocks, first_token_to_move
 
 from .random_models import (

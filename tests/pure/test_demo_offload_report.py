@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.console import open_console
-from kvferry.cli.demo_offload_report import OffloadReport, PassLine, find_offload_problems, print_offload_report
+from kvferry.cli.demo_report import OffloadReport, PassLine, find_offload_problems, print_offload_report
 from kvferry.cli.main import app
 
 TOKENS = 26_176

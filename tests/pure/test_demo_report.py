@@ -18,7 +18,7 @@ from kvferry.cli.demo_report import (
     read_log_problems,
     read_transfer_log,
 )
-from kvferry.harness.engine_metrics import PromptTokens
+from kvferry.harness.launch import PromptTokens
 from kvferry.models.layer_caches import AttentionCache
 
 GQA = 8, AttentionCache(num_kv_heads=4, head_size=64, itemsize=4)

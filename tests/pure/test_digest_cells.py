@@ -10,15 +10,14 @@ import pytest
 from kvferry.errors import PlanError, Reason
 from kvferry.execution.cell_sums import CellSums, DeviceCells
 from kvferry.execution.pair_cells import check_computes, comparable
-from kvferry.layout.component import Atom
 from kvferry.layout.dense import Content, shard_for
-from kvferry.layout.group import TokenShare
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import Atom, TokenShare
 from kvferry.plan import digest_cells
 from kvferry.plan.digest_cells import CellGrid, CellMemory, Integrity, weights
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import Arena, RankMemory, strided_memory
 
+from ..support.oracle import Arena, RankMemory, strided_memory
 from .strategies import Move
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import Reason
-from kvferry.tiers.disk.records import MAX_CELLS, RecordHeader, SegmentShape, read_table
+from kvferry.tiers.disk.segments import MAX_CELLS, RecordHeader, SegmentShape, read_table
 from kvferry.tiers.disk.space import Record, Space
 
 from ..counted_work import lines_of

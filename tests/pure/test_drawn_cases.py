@@ -10,9 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from kvferry.layout.component import Atom, Component
-from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import Atom, CacheGroup, CacheKind, Component, Shard
 from kvferry.plan.request import GroupBlocks
 
 from .strategies import Move, moves

@@ -20,14 +20,14 @@ from kvferry.integrations.vllm.scheduler.blocks import (
     held_blocks,
 )
 from kvferry.layout.dense import Content
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import CacheKind
 from kvferry.layout.states import ConvOrder
 from kvferry.plan.planner import PairPlan, Planner
-from kvferry.plan.proof.verify import verify_destination, verify_pair
-from kvferry.testing.oracle import Arena, RankMemory, check_moved, strided_memory
+from kvferry.plan.proof import verify_destination, verify_pair
 
 from ..counted_work import containers_of, lines_of
+from ..support.oracle import Arena, RankMemory, check_moved, strided_memory
 from .arrangements import FULL, STATE, ask, attention, hybrid, moved
 from .named_memory import named_memory
 

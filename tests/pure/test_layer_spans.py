@@ -10,8 +10,8 @@ from kvferry.arrays import Descriptors
 from kvferry.handoff.part import Part, announced_blocks
 from kvferry.handoff.source import END, BlockList, SourceWrite, WriteState
 from kvferry.layout.dense import shard_for
-from kvferry.layout.group import TensorScale
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import TensorScale
 from kvferry.plan.layer_spans import LAYERS_PER_SPAN, LayerSpans, Span, goes_whole
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks

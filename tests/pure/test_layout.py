@@ -9,11 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError, Reason
-from kvferry.layout.component import MAX_LAYERS, Atom, Component, HeadRange, heads_of_rank
 from kvferry.layout.dense import Content, shard_for
-from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import Axis, NamedLayout
-from kvferry.layout.shard import Region, Shard, elements_overlap
+from kvferry.layout.shard import (
+    MAX_LAYERS,
+    Atom,
+    CacheGroup,
+    CacheKind,
+    Component,
+    HeadRange,
+    Region,
+    Shard,
+    elements_overlap,
+    heads_of_rank,
+)
 
 from .refusals import refused
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
-from kvferry.layout.group import CacheKind
-from kvferry.models.families import FAMILIES
+from kvferry.layout.shard import CacheKind
+from kvferry.models.families import BY_HAND, FAMILIES, ModelCaches, caches_of, model_caches
 from kvferry.models.layer_caches import AttentionCache
-from kvferry.models.shapes import BY_HAND, ModelCaches, caches_of, model_caches
 
 from .refusals import refused
 

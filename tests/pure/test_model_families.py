@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.plan_report import Blocks, EngineShape, PlanReport, make_report
+from kvferry.cli.plan import Blocks, EngineShape, PlanReport, make_report
 from kvferry.errors import LayoutError
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import CacheKind
 from kvferry.models.config import ModelConfig
-from kvferry.models.families import ItemSizes, layer_caches
-from kvferry.models.groups import LayerGroup, form_groups, split_layers
+from kvferry.models.families import BY_HAND, ItemSizes, ModelCaches, caches_of, layer_caches
+from kvferry.models.groups import LayerGroup, RankMemory, form_groups, model_shard, split_layers
 from kvferry.models.layer_caches import AttentionCache, GatedDeltaCache, Mamba2Cache
-from kvferry.models.shapes import BY_HAND, ModelCaches, caches_of
-from kvferry.models.shards import RankMemory, model_shard
 
 pytest.importorskip("transformers")
 

@@ -27,17 +27,16 @@ from kvferry.handoff.messages import AnnouncedBlocks, WriteKey
 from kvferry.handoff.part import Part, announced_blocks
 from kvferry.handoff.source import END, BlockList, Prompt, SourceWrite, SourceWrites, WriteRequest, WriteState
 from kvferry.layout.dense import Content
-from kvferry.layout.group import CacheKind
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import CacheKind, Shard
 from kvferry.plan import digest_cells
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import Arena
 from kvferry.transport.protocol import Direction, Peer, Transfer
 from kvferry.transport.registry import Link, open_transports
 
+from ..support.oracle import Arena
 from .strategies import Move, moves
 from .test_digest_cells import LAYOUTS, Two, fill, flip, has_shares, two
 from .test_plan_properties import in_memory

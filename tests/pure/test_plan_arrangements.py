@@ -4,9 +4,7 @@ import msgspec
 import pytest
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.layout.component import Component, heads_of_rank
-from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import CacheGroup, CacheKind, Component, Region, Shard, heads_of_rank
 from kvferry.layout.states import (
     ConvOrder,
     StatePages,

@@ -8,11 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvferry.cli.plan import plan
-from kvferry.cli.plan_report import Blocks, make_report, parse_engine
+from kvferry.cli.plan import Blocks, make_report, parse_engine, plan
 from kvferry.errors import KVFerryError, Reason
 from kvferry.models.config import MAX_CONFIG_BYTES
-from kvferry.models.shapes import caches_of
+from kvferry.models.families import caches_of
 
 SHAPE = "--layers 36 --kv-heads 8 --head-size 128 --dtype bfloat16 --block-size 16"
 BYTES_PER_TOKEN = 36 * 8 * 2 * 128 * 2

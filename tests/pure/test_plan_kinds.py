@@ -11,16 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import Reason
-from kvferry.layout.component import HeadRange
 from kvferry.layout.dense import shard_for
-from kvferry.layout.group import CacheGroup, CacheKind, TensorScale, TokenShare
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Region, Shard, decode_shard, encode_shard
+from kvferry.layout.shard import (
+    CacheGroup,
+    CacheKind,
+    HeadRange,
+    Region,
+    Shard,
+    TensorScale,
+    TokenShare,
+    decode_shard,
+    encode_shard,
+)
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, gated_delta_segments, mamba2_segments
 from kvferry.plan.head_ranges import canonical, common, count, without
 from kvferry.plan.match import choose_sources
 from kvferry.plan.planner import Planner
-from kvferry.plan.proof.verify import verify_destination, verify_pair
+from kvferry.plan.proof import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks, first_token_to_move, sample_requests
 
 from .refusals import refused

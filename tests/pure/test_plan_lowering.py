@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.layout.dense import shard_for
-from kvferry.layout.group import CacheGroup, CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import CacheGroup, CacheKind, Region, Shard
 from kvferry.plan.block_pairs import TokenRun
 from kvferry.plan.planner import MAX_CACHED_PHASES, Planner
-from kvferry.plan.proof.verify import verify_destination, verify_pair
+from kvferry.plan.proof import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
 from kvferry.plan.strided_copy import StridedCopy, coalesce, merge_rows, place
-from kvferry.testing.oracle import Arena, OracleMismatch, check_moved, strided_memory
+
+from ..support.oracle import Arena, OracleMismatch, check_moved, strided_memory
 
 LOOPS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40), st.integers(1, 40)), max_size=4).map(tuple)
 

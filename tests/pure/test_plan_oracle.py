@@ -11,8 +11,8 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.match import choose_sources
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import Arena, Labels, OracleMismatch, RankMemory, compare
 
+from ..support.oracle import Arena, Labels, OracleMismatch, RankMemory, compare
 from .named_memory import named_memory
 
 TP_SIZES = (1, 2, 4, 8, 16)

@@ -5,13 +5,13 @@ import pytest
 
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, VerificationError
-from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import CacheGroup, CacheKind, Region, Shard
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, mamba2_segments, padding_components
 from kvferry.plan.planner import Planner
-from kvferry.plan.proof.verify import verify_destination, verify_pair
+from kvferry.plan.proof import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
+
+from ..support.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 
 LAYERS, NUM_BLOCKS, TAPS = ("0", "1", "2"), 6, 3
 BLOCKS = GroupBlocks(group="states", first_token=0, last_token=1, source_block_ids=[4], destination_block_ids=[2])

@@ -22,10 +22,10 @@ from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import PairPlan, Planner
-from kvferry.plan.proof.verify import verify_destination, verify_pair
+from kvferry.plan.proof import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.testing.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 
+from ..support.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 from .strategies import Move, moves
 
 Lowered = list[tuple[PairPlan, Descriptors]]

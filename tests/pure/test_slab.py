@@ -12,24 +12,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.arrays import Descriptors
-from kvferry.cli.plan_report import EngineShape, engine_of
+from kvferry.cli.plan import EngineShape, engine_of
 from kvferry.errors import LayoutError, Reason
-from kvferry.layout.component import HeadRange
 from kvferry.layout.dense import Content
-from kvferry.layout.group import CacheGroup, CacheKind, TensorScale, TokenShare
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import CacheGroup, CacheKind, HeadRange, Region, Shard, TensorScale, TokenShare
 from kvferry.layout.slab import slab_shard
-from kvferry.models.groups import form_groups, possible_layout, resolve_block_size, split_layers
+from kvferry.models.families import model_caches
+from kvferry.models.groups import RankMemory as ModelRank
+from kvferry.models.groups import form_groups, model_shard, possible_layout, resolve_block_size, split_layers
 from kvferry.models.layer_caches import AttentionCache, LayerCache, Mamba2Cache
-from kvferry.models.shapes import model_caches
-from kvferry.models.shards import RankMemory as ModelRank
-from kvferry.models.shards import model_shard
 from kvferry.plan.planner import Planner
-from kvferry.plan.proof.verify import verify_destination
+from kvferry.plan.proof import verify_destination
 from kvferry.plan.request import GroupBlocks, of_rank
-from kvferry.testing.oracle import Arena, Labels, RankMemory, check_moved, compare, strided_memory
 
+from ..support.oracle import Arena, Labels, RankMemory, check_moved, compare, strided_memory
 from .arrangements import ask, attention, hybrid
 from .strategies import Move, moves
 

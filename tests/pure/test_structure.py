@@ -27,7 +27,6 @@ LAYERS = {
     "harness": 9,
     "cli": 10,
 }
-TESTING = "testing"
 FORBIDDEN_NAMES = {"utils", "common", "core", "base", "helpers", "manager"}
 MEDIAN_FUNCTION = 12
 IMPORT_SECONDS = 0.1
@@ -49,8 +48,8 @@ def package_of(module: str) -> str:
 
 
 def layer_of(package: str) -> int:
-    """Return the layer of a package; testing may import everything but cli, and only tests import it."""
-    return {"": 0, TESTING: 10, **LAYERS}[package]
+    """Return the layer of a package; that of kvferry's own files is 0."""
+    return {"": 0, **LAYERS}[package]
 
 
 def imported_modules(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
@@ -87,12 +86,11 @@ def test_imports_go_to_the_same_directory_or_a_lower_layer(path: Path) -> None:
     for imported in imported_modules(path):
         target = package_of(imported)
         assert target == package or layer_of(target) < layer_of(package), f"{module_name(path)} imports {imported}"
-        assert target != TESTING or package == TESTING, f"{module_name(path)} imports {imported}"
 
 
 def test_every_directory_has_a_layer() -> None:
     directories = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert directories <= {*LAYERS, TESTING}
+    assert directories <= {*LAYERS}
 
 
 def test_no_import_cycle() -> None:

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 
 from kvferry.errors import Reason, TierError
-from kvferry.testing.dictionary_tier import DictionaryTier
-from kvferry.testing.tier_suite import block_key, block_keys, slab_of_blocks
 from kvferry.tiers import guarded_tier
 from kvferry.tiers import stack as stack_module
-from kvferry.tiers.changes import Change
 from kvferry.tiers.disk import workers
-from kvferry.tiers.host_memory import HostMemory
+from kvferry.tiers.host_memory import Change, HostMemory
 from kvferry.tiers.local_disk import LocalDisk
 from kvferry.tiers.protocol import BlockKey, Load, LowerTier, Presence, Slots
 from kvferry.tiers.stack import Stack
 
+from ..support.dictionary_tier import DictionaryTier
+from ..support.tier_suite import block_key, block_keys, slab_of_blocks
 from .test_tiers_stack import SETTINGS, Engine
 
 VERBS = ("look_up", "prepare_load", "complete_load", "prepare_store", "complete_store", "cancel", "poll")

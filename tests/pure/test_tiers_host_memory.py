@@ -16,8 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvferry.errors import Reason, TierError
-from kvferry.layout.group import CacheKind
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.tiers import slab_memory
 from kvferry.tiers.eviction import Eviction

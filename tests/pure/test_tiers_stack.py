@@ -10,15 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvferry.errors import Reason, TierError
-from kvferry.testing.dictionary_tier import DictionaryTier
-from kvferry.testing.tier_suite import (
-    BLOCK_BYTES,
-    block_key,
-    block_keys,
-    content_of,
-    refusal,
-    slab_of_blocks,
-)
 from kvferry.tiers.eviction import Eviction
 from kvferry.tiers.guarded_tier import MAX_RAISED
 from kvferry.tiers.host_memory import HostMemory, HostStore
@@ -28,6 +19,15 @@ from kvferry.tiers.slab_memory import SlabMemory
 from kvferry.tiers.stack import Promise, Stack
 
 from ..counted_work import lines_of
+from ..support.dictionary_tier import DictionaryTier
+from ..support.tier_suite import (
+    BLOCK_BYTES,
+    block_key,
+    block_keys,
+    content_of,
+    refusal,
+    slab_of_blocks,
+)
 
 WAIT = 5.0
 SETTINGS = CopySettings(chunk_bytes=2 * BLOCK_BYTES, copies_per_tier=2, hang_seconds=10.0, suspend_seconds=20.0)

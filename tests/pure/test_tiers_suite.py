@@ -7,8 +7,11 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvferry.layout.shard import Region
-from kvferry.testing.dictionary_tier import DictionaryTier
-from kvferry.testing.tier_suite import (
+from kvferry.tiers.eviction import Eviction
+from kvferry.tiers.protocol import BlockKey, LowerTier
+
+from ..support.dictionary_tier import DictionaryTier
+from ..support.tier_suite import (
     BLOCK_BYTES,
     HostBench,
     LowerBench,
@@ -16,8 +19,6 @@ from kvferry.testing.tier_suite import (
     TierSuite,
     tier_machine,
 )
-from kvferry.tiers.eviction import Eviction
-from kvferry.tiers.protocol import BlockKey, LowerTier
 
 
 class TestHostMemory(TierSuite):

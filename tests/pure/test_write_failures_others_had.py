@@ -9,11 +9,11 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.part import Part, announced_blocks
 from kvferry.handoff.source import END, BlockList, Prompt, SourceWrite, SourceWrites, WriteRequest, WriteState
-from kvferry.layout.group import TokenShare
+from kvferry.layout.shard import TokenShare
 from kvferry.plan.layer_spans import Span, cut_layers, plan_spans
 from kvferry.plan.match import selector_of
 from kvferry.plan.planner import PairPlan, Planner
-from kvferry.plan.proof.verify import verify_destination
+from kvferry.plan.proof import verify_destination
 from kvferry.plan.request import GroupBlocks
 
 from .arrangements import FULL, STATE, ask, attention, hybrid

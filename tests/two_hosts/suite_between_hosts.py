@@ -6,7 +6,8 @@ import os
 import pytest
 
 from kvferry.harness.virtual_hosts import VirtualHost
-from kvferry.testing.transport_suite import TransportSuite
+
+from ..support.transport_suite import TransportSuite
 
 # A run of doctests imports this file too.
 HOLDER_ID, IPV4 = json.loads(os.environ.get("KVFERRY_PEERS_HOST", '[0, ""]'))

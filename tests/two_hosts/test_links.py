@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from kvferry.harness.virtual_hosts import VirtualHost
-from kvferry.testing.transport_peer import pattern
 
 from ..local.moving_process import NUM_BYTES, WRITTEN_SEED
+from ..support.transport_peer import pattern
 from ..virtual_network import Hosts
 from .network_faults import dropped, lossy, slow, unplugged
 

@@ -10,10 +10,13 @@ import shutil
 import signal
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -23,29 +26,33 @@ from rich.console import Console
 from rich.status import Status
 
 from kvferry.cli.console import open_console
-from kvferry.cli.demo_offload_report import OffloadReport, find_offload_problems, print_offload_report
-from kvferry.cli.demo_places import DemoPlaces, demo_places
 from kvferry.cli.demo_report import (
     CacheShape,
     DemoReport,
     MovedCache,
+    OffloadReport,
     RequestLine,
+    find_offload_problems,
     find_problems,
+    print_offload_report,
     print_report,
     read_failures,
     read_log_problems,
     read_transfer_log,
 )
-from kvferry.cli.demo_requests import Answer, send_prompts, vocabulary_size
 from kvferry.errors import Reason, SettingsError
+from kvferry.handoff.wire.keys import make_keys
 from kvferry.harness.child_process import LaunchError
-from kvferry.harness.engine_metrics import cache_block_size, cache_usage, prompt_tokens
 from kvferry.harness.launch import (
+    HOST,
     EngineSettings,
     Role,
     Server,
+    cache_block_size,
+    cache_usage,
     free_port,
     gpu_memory_arguments,
+    prompt_tokens,
     spread_over_cores,
     start_engine,
     start_router,
@@ -53,8 +60,9 @@ from kvferry.harness.launch import (
     wait_until_ready,
 )
 from kvferry.harness.tiny_models import make_tiny_model
+from kvferry.harness.virtual_hosts import VirtualHost, virtual_hosts
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.models.shapes import model_caches, uniform_cache
+from kvferry.models.families import model_caches, uniform_cache
 from kvferry.transport.registry import check_setting
 
 CONNECTOR = "KVFerryConnector"
@@ -68,6 +76,9 @@ LONG_LIMITS = {"lease_seconds": 180.0}
 CACHE_BYTES = 768 << 20
 """Bytes of one engine's cache, over all ranks."""
 
+OUTPUT_TOKENS = 16
+CONCURRENT_REQUESTS = 4
+REQUEST_SECONDS = 180.0
 FREE_SECONDS = 2.0
 FEWEST_PROMPTS = 2
 SHORTEST_PROMPT, LONGEST_PROMPT = 10, 3000
@@ -115,6 +126,102 @@ class DemoSettings:
             cores=spread_over_cores(tp_size, from_last=role == "kv_consumer"),
             arguments=gpu_memory_arguments(self.gpu_memory),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlaces:
+    """The engines' virtual hosts by engine, and the keys made for them; without hosts all run on loopback."""
+
+    hosts: dict[str, VirtualHost] = field(default_factory=dict)
+    router_address: str = HOST
+    keys: Path | None = None
+
+    def address(self, engine: str) -> str:
+        """Return the address at which an engine's API server listens."""
+        return self.hosts[engine].ipv4 if engine in self.hosts else HOST
+
+    def connector_settings(self, engine: str) -> dict[str, Any]:
+        """Return the settings with which an engine's connector reaches the other engine's host and is reached there."""
+        if engine not in self.hosts:
+            return {}
+        host = self.hosts[engine]
+        others = [other.name for other in self.hosts.values() if other != host]
+        return {"host": host.ipv4, "advertised_host": host.name, "keys": str(self.keys), "allowed_hosts": others}
+
+
+@contextmanager
+def demo_places(num_hosts: int, folder: Path) -> Iterator[DemoPlaces]:
+    """Yield the places of the demo, with ``num_hosts`` of 2 on virtual hosts; the caller is then on the router's.
+
+    Raises :class:`LaunchError` as :func:`virtual_hosts` does.
+    """
+    if num_hosts == 1:
+        yield DemoPlaces()
+        return
+    keys = make_keys(folder / "keys").folder
+    with virtual_hosts(("prefill-0", "decode-0", "router-0"), folder) as (prefill, decode, router), router.entered():
+        yield DemoPlaces({"prefill": prefill, "decode": decode}, router.ipv4, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of a server: the tokens, or an error."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    error: str | None = None
+
+
+def vocabulary_size(model: Path) -> int:
+    """Return the number of token ids of the model in a folder."""
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+
+
+def send_prompts(
+    url: str,
+    prompts: Sequence[Sequence[int]],
+    on_answer: Callable[[int], None],
+    cache_salt: str | None = None,
+) -> list[Answer]:
+    """Send the prompts, four at a time, and return the answers in the same order.
+
+    ``on_answer`` is called with the number of answers. An interrupt does not wait for running requests, which end with
+    the servers.
+    """
+    pool = ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="prompt")
+    try:
+        answers = []
+        for answer in pool.map(lambda prompt: _send(url, prompt, cache_salt), prompts):
+            answers.append(answer)
+            on_answer(len(answers))
+        return answers
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _send(url: str, prompt: Sequence[int], cache_salt: str | None) -> Answer:
+    body = {
+        "model": "model",
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        # The URL is that of a server which the demo started.
+        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:  # nosec B310
+            answer = json.load(response)
+        return Answer(answer["id"], tuple(answer["choices"][0]["token_ids"]))
+    except urllib.error.HTTPError as error:
+        return Answer("", (), f"HTTP {error.code}: {error.read(500).decode(errors='replace')}")
+    except (OSError, ValueError, KeyError) as error:
+        return Answer("", (), repr(error))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,22 +14,25 @@ import numpy as np
 from rich.console import Console
 
 from kvferry.cli.console import Announce
-from kvferry.cli.demo_offload_report import OffloadReport, PassLine
-from kvferry.cli.demo_requests import Answer, send_prompts, vocabulary_size
+from kvferry.cli.demo import Answer, send_prompts, vocabulary_size
+from kvferry.cli.demo_report import OffloadReport, PassLine
 from kvferry.errors import KVFerryError
-from kvferry.harness.engine_metrics import cache_block_size, cache_usage, cached_tokens, prompt_tokens
 from kvferry.harness.launch import (
     EngineSettings,
     Role,
     Server,
+    cache_block_size,
+    cache_usage,
+    cached_tokens,
     gpu_memory_arguments,
+    prompt_tokens,
     spread_over_cores,
     start_engine,
     stop_servers,
     wait_until_ready,
 )
 from kvferry.harness.tiny_models import make_tiny_model
-from kvferry.models.shapes import model_caches, uniform_cache
+from kvferry.models.families import model_caches, uniform_cache
 from kvferry.tiers.disk.inspection import existing_directory, inspect
 
 CONNECTOR = "KVFerryOffloadConnector"

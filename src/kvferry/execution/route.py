@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvferry.layout.shard import Shard
 from kvferry.plan.planner import PairPlan, Planner
-from kvferry.plan.proof.verify import verify_destination
+from kvferry.plan.proof import verify_destination
 from kvferry.plan.request import sample_requests
 
 

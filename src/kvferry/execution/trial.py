@@ -22,9 +22,8 @@ from kvferry.execution.route import Route
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.part import Part, announced_blocks
 from kvferry.handoff.source import BlockList, Cut
-from kvferry.layout.group import CacheKind
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity

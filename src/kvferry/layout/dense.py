@@ -3,10 +3,21 @@
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
-from kvferry.layout.component import Atom, Component, HeadRange, heads_of_rank, require
-from kvferry.layout.group import WHOLE, CacheGroup, CacheKind, TokenShare
 from kvferry.layout.named_layouts import Axis, NamedLayout
-from kvferry.layout.shard import HOST_DEVICE, Region, Shard
+from kvferry.layout.shard import (
+    HOST_DEVICE,
+    WHOLE,
+    Atom,
+    CacheGroup,
+    CacheKind,
+    Component,
+    HeadRange,
+    Region,
+    Shard,
+    TokenShare,
+    heads_of_rank,
+    require,
+)
 
 
 class Content(StrEnum):

@@ -15,9 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from kvferry.errors import LayoutError, Reason
-from kvferry.layout.component import Atom, Component, HeadRange, require
-from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import Atom, CacheGroup, CacheKind, Component, HeadRange, Region, Shard, require
 
 
 def slab_shard(

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from kvferry.layout.component import Component, HeadRange, heads_of_rank, require
+from kvferry.layout.shard import Component, HeadRange, heads_of_rank, require
 
 MAX_PADDING_SHARE = 0.25
 """The most padding that moves with a state, as a share of the state's bytes."""

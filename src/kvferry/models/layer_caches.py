@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvferry.layout.component import HeadRange, heads_of_rank, require
-from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import CacheKind, HeadRange, heads_of_rank, require
 from kvferry.layout.states import ConvSegment, gated_delta_segments, mamba1_segments, mamba2_segments
 
 

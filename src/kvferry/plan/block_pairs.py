@@ -7,7 +7,7 @@ import numpy as np
 
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.group import CacheGroup, CacheKind
+from kvferry.layout.shard import CacheGroup, CacheKind
 from kvferry.plan.request import GroupBlocks
 
 

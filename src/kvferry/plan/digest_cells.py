@@ -27,9 +27,7 @@ import numpy as np
 
 from kvferry.arrays import Addresses, Integers
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.component import Atom, Component, HeadRange
-from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import Atom, CacheGroup, CacheKind, Component, HeadRange, Shard
 
 DIGEST_BYTES = 8
 WORD_BYTES = 4

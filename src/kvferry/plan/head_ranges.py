@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.layout.component import HeadRange
+from kvferry.layout.shard import HeadRange
 
 Ranges = tuple[HeadRange, ...]
 """Ascending ranges with gaps between them: a canonical form, so that equal sets are equal values."""

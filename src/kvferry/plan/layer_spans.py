@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from kvferry.layout.group import CacheGroup
+from kvferry.layout.shard import CacheGroup
 from kvferry.plan.planner import GroupPlan, PairPlan
 
 LAYERS_PER_SPAN = 8

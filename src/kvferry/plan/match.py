@@ -15,9 +15,7 @@ import numpy as np
 
 from kvferry.arrays import Offsets
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.component import Atom, Component, HeadRange
-from kvferry.layout.group import CacheGroup, TokenShare
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import Atom, CacheGroup, Component, HeadRange, Shard, TokenShare
 from kvferry.plan.head_ranges import Ranges, canonical, common, count, without
 
 EVERY_RANK = "Name every rank of the source engine."

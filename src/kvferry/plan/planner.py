@@ -8,9 +8,7 @@ import numpy as np
 
 from kvferry.arrays import Descriptors, Offsets
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.component import HeadRange
-from kvferry.layout.group import CacheGroup
-from kvferry.layout.shard import Shard, shard_encoder
+from kvferry.layout.shard import CacheGroup, HeadRange, Shard, shard_encoder
 from kvferry.plan.block_pairs import BlockPairs, Phase, block_pairs, refuse_twice
 from kvferry.plan.match import Assignment, choose_sources
 from kvferry.plan.request import GroupBlocks, refuse_incomplete

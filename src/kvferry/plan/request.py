@@ -8,8 +8,7 @@ import numpy.typing as npt
 
 from kvferry.arrays import Integers
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.group import CacheGroup, CacheKind
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import CacheGroup, CacheKind, Shard
 
 SAMPLE_BLOCKS = 3
 

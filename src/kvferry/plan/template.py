@@ -8,9 +8,7 @@ import numpy as np
 
 from kvferry.arrays import Flags, Integers, Offsets
 from kvferry.errors import PlanError, Reason
-from kvferry.layout.component import Atom, Component, HeadRange
-from kvferry.layout.group import CacheGroup
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import Atom, CacheGroup, Component, HeadRange, Shard
 from kvferry.plan.block_pairs import Phase, TokenRun
 from kvferry.plan.head_ranges import match_heads
 from kvferry.plan.match import match_layers

@@ -34,8 +34,16 @@ import numpy as np
 
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
-from kvferry.tiers.disk.records import MAX_CELL_BYTES, PAGE_BYTES
-from kvferry.tiers.disk.segments import LOCK_NAME, Directory, SegmentFiles, Shortage, errors_of, read_segment
+from kvferry.tiers.disk.segments import (
+    LOCK_NAME,
+    MAX_CELL_BYTES,
+    PAGE_BYTES,
+    Directory,
+    SegmentFiles,
+    Shortage,
+    errors_of,
+    read_segment,
+)
 from kvferry.tiers.disk.space import Record, Segment, Space
 from kvferry.tiers.disk.workers import RUN_BYTES, HeaderWrite, LoadRun, Run, StoreRun, Task, Workers
 from kvferry.tiers.protocol import (

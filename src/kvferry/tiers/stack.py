@@ -28,9 +28,8 @@ import numpy as np
 
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import Reason, TierError
-from kvferry.tiers.changes import Journal
 from kvferry.tiers.guarded_tier import MAX_CLOSE_SECONDS
-from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore
+from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore, Journal
 from kvferry.tiers.load_rule import CopyTimes
 from kvferry.tiers.lower_copies import Chunk, CopySettings, LowerCopies
 from kvferry.tiers.protocol import BlockKey, LowerTier, Presence, Presences
@@ -77,9 +76,15 @@ class Stack:
     A request's way: :meth:`look_up`, :meth:`ask` until there is a promise, :meth:`begin_load`, :meth:`complete_load`;
     and :meth:`drop` wherever it leaves that way. A step's way: :meth:`prepare_store`, :meth:`land` for each part.
 
-    >>> from kvferry.testing.tier_suite import block_keys, slab_of_blocks
-    >>> stack = Stack(HostMemory(slab_of_blocks(8, base_address=1 << 30)))
-    >>> keys = block_keys(1, 2, 3)
+    >>> from kvferry.layout.dense import shard_for
+    >>> from kvferry.layout.named_layouts import NamedLayout
+    >>> from kvferry.layout.slab import slab_shard
+    >>> from kvferry.tiers.protocol import KEY_BYTES
+    >>> rank = shard_for(
+    ...     layers=["0"], num_kv_heads=8, head_size=64, itemsize=2, block_size=16, num_blocks=1, layout=NamedLayout.LBNHC
+    ... )
+    >>> stack = Stack(HostMemory(slab_shard([rank], {"full": 8}, base_address=1 << 30)))
+    >>> keys = [bytes([number] * KEY_BYTES) for number in (1, 2, 3)]
     >>> store = stack.prepare_store("full", keys[:2], num_parts=1)
     >>> stack.ask("a request", {"full": keys}, now=0.0, wait_seconds=2.0) is None
     True

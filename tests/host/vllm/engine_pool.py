@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.handoff.wire.keys import make_keys
-from kvferry.harness.engine_metrics import cache_usage, prompt_tokens
 from kvferry.harness.launch import (
     EngineSettings,
     Server,
+    cache_usage,
+    prompt_tokens,
     spread_over_cores,
     start_engine,
     stop_servers,
@@ -58,7 +59,7 @@ ROUNDED_STEP = 256
 BASE_MODEL, ADAPTER, OTHER_ADAPTER, OWN_ADAPTER = "model", "adapter", "other-adapter", "own-adapter"
 """Names that requests give: that of every engine's model, and those of the adapters of the model "lora". The last one
 has other weights on each engine."""
-EXTENSION = ("--worker-extension-cls", "kvferry.testing.engine_oracle.EngineOracle")
+EXTENSION = ("--worker-extension-cls", "engine_oracle.EngineOracle")
 # In vLLM 0.32 the CPU's rotary_embedding kernel turns a query that is a slice of a wider tensor, as MLA's is, by wrong
 # angles, other ones for a token alone than for the same token in a prompt; the plain PyTorch one is right.
 # On a processor with AMX, vLLM takes AMX_MLA for every element type, and that one computes in bfloat16 only.
@@ -502,12 +503,13 @@ class EnginePool:
             connector_settings = self.with_tiers(connector, model, lower_tier, connector_settings)
             arguments["arguments"] = (*given, *(REPEATABLE if connector == OFFLOAD else ()))
             arguments.update(connector_settings=connector_settings, arguments=(*arguments["arguments"], *EXTENSION))
-            arguments["variables"] = {"VLLM_SERVER_DEV_MODE": "1", **differences.get("variables", {})}
+            paths = os.pathsep.join(filter(None, (str(IN_ENGINE), os.environ.get("PYTHONPATH"))))
+            needed = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths}
+            arguments["variables"] = needed | differences.get("variables", {})
             if "connector_module" in differences:
                 arguments["variables"]["VLLM_PLUGINS"] = ""
             if connector == MULTI:
-                paths = os.pathsep.join(filter(None, (str(IN_ENGINE), os.environ.get("PYTHONPATH"))))
-                arguments["variables"] |= {"PYTHONPATH": paths, WATCH_FILE: str(self.watch_file(name))}
+                arguments["variables"][WATCH_FILE] = str(self.watch_file(name))
         return EngineSettings(self.model_path(model), **arguments)
 
     def with_tiers(self, connector: str, model: str, lower_tier: str, moves: dict[str, Any]) -> dict[str, Any]:

@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvferry.harness.engine_metrics import PromptTokens, cached_tokens
+from kvferry.harness.launch import PromptTokens, cached_tokens
 from kvferry.tiers.disk.inspection import existing_directory, inspect
-from kvferry.tiers.disk.records import RecordHeader, SegmentShape
-from kvferry.tiers.disk.segments import cells_name
+from kvferry.tiers.disk.segments import RecordHeader, SegmentShape, cells_name
 
 from .engine_pool import Engine, EnginePool, Reference, post, tokens_of
 from .handoffs import Pair, over_pairs, random_prompt

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.harness.engine_metrics import cache_block_size
+from kvferry.harness.launch import cache_block_size
 
 from .engine_pool import ADAPTER, BASE_MODEL, OTHER_ADAPTER, Engine, EnginePool, Reference, fresh_salt, tokens_of
 from .handoffs import check_tokens, different_prompts, random_prompt, wait_until_unused

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.harness.engine_metrics import cache_block_size
+from kvferry.harness.launch import cache_block_size
 
 from .engine_pool import BASE_MODEL, OWN_ADAPTER, ROUNDED_STEP, EnginePool, Reference, RequestFailed, tokens_of
 from .handoffs import (

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvferry.harness.engine_metrics import cache_block_size
+from kvferry.harness.launch import cache_block_size
 
 from .engine_pool import POOL_BYTES, Engine, EnginePool, Reference, fresh_salt
 from .handoffs import random_prompt, wait_until_unused

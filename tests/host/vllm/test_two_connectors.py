@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.harness.engine_metrics import cached_tokens
+from kvferry.harness.launch import cached_tokens
 
 from .engine_pool import WATCHED, Engine, EnginePool, Reference, completion_body, fresh_salt, tokens_of
 from .handoffs import NOT_RELEASED, Handoffs, Pair, check_tokens, random_prompt, streaming, wait_until_unused

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from kvferry.integrations.vllm.identity import Weights, digest_of_files, files_of, snapshot_of
 from kvferry.integrations.vllm.offload_names import NAMESPACE_BYTES, BlockNames, unknown_weights
-from kvferry.integrations.vllm.translate.weights import Weights, digest_of_files, files_of, snapshot_of
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest

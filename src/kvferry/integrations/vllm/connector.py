@@ -22,7 +22,7 @@ from kvferry.integrations.vllm.scheduler.lost_ranks import RankMonitor
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
-from kvferry.integrations.vllm.translate.shards import check_supported, decode_rank_entry, resolved_layout
+from kvferry.integrations.vllm.translate import check_supported, decode_rank_entry, resolved_layout
 from kvferry.integrations.vllm.versions import cache_hit_source, check_version, report_version
 from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
 from kvferry.integrations.vllm.worker.records import PrometheusMetrics, Statistics

@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
-from kvferry.integrations.vllm.recorded_models import dtype_name, recorded
-from kvferry.integrations.vllm.translate.weights import Weights, files_of, weights_of
+from kvferry.integrations.vllm.identity import Weights, dtype_name, files_of, recorded, weights_of
 from kvferry.integrations.vllm.versions import installed_version, known_values
-from kvferry.layout.group import CacheGroup
-from kvferry.layout.shard import Shard
+from kvferry.layout.shard import CacheGroup, Shard
 from kvferry.tiers.protocol import KEY_BYTES
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from kvferry.errors import KVFerryError
 from kvferry.integrations.vllm.connector_configs import connector_configs
 from kvferry.integrations.vllm.first_checks import check_transfer_config
+from kvferry.integrations.vllm.identity import record_models
 from kvferry.integrations.vllm.missing_embeddings import require_embeddings
-from kvferry.integrations.vllm.recorded_models import record_models
 from kvferry.integrations.vllm.request_checks import check_requests
 from kvferry.integrations.vllm.versions import check_version, report_version
 from kvferry.integrations.vllm.waiting_workers import make_waits_sleep

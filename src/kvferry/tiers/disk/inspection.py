@@ -11,10 +11,17 @@ from pathlib import Path
 from xxhash import xxh3_64
 
 from kvferry.errors import Reason, TierError
-from kvferry.tiers.checksum import checksum
-from kvferry.tiers.disk.records import RecordHeader, SegmentShape
-from kvferry.tiers.disk.segments import LOCK_NAME, Directory, SegmentFiles, errors_of, read_segment
+from kvferry.tiers.disk.segments import (
+    LOCK_NAME,
+    Directory,
+    RecordHeader,
+    SegmentFiles,
+    SegmentShape,
+    errors_of,
+    read_segment,
+)
 from kvferry.tiers.disk.workers import RUN_BYTES, Buffer
+from kvferry.tiers.protocol import checksum
 
 NUM_READERS = 4
 

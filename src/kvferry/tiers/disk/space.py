@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.tiers.disk.records import RecordHeader, SegmentShape, round_up
+from kvferry.tiers.disk.segments import RecordHeader, SegmentShape, round_up
 from kvferry.tiers.protocol import BlockKey
 
 

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvferry.errors import Reason, TierError
-from kvferry.tiers.checksum import checksum
-from kvferry.tiers.disk.records import PAGE_BYTES
-from kvferry.tiers.disk.segments import SegmentFiles, errors_of
+from kvferry.tiers.disk.segments import PAGE_BYTES, SegmentFiles, errors_of
 from kvferry.tiers.disk.space import Record
-from kvferry.tiers.protocol import TierCopy
+from kvferry.tiers.protocol import TierCopy, checksum
 
 RUN_BYTES = 4 << 20
 """Most bytes of neighbouring blocks that move in one call, unless one block is longer."""

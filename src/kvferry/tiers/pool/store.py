@@ -22,9 +22,8 @@ import numpy.typing as npt
 
 from kvferry.errors import Reason, TierError, TransportError
 from kvferry.layout.shard import Region
-from kvferry.tiers.checksum import checksum
 from kvferry.tiers.pool.index import TRAILER_BYTES
-from kvferry.tiers.protocol import KEY_BYTES, BlockKey
+from kvferry.tiers.protocol import KEY_BYTES, BlockKey, checksum
 from kvferry.transport.mooncake import Greeting
 from kvferry.transport.mooncake_engine import LOOPBACK, mooncake_environment, open_engine
 

@@ -7,8 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvferry.tiers.disk.records import PAGE_BYTES, RECORD_BYTES, VERSION, RecordHeader, SegmentShape
-from kvferry.tiers.disk.segments import cells_name, table_name
+from kvferry.tiers.disk.segments import (
+    PAGE_BYTES,
+    RECORD_BYTES,
+    VERSION,
+    RecordHeader,
+    SegmentShape,
+    cells_name,
+    table_name,
+)
 
 from ..offloads import DiskPlace, on_disk
 

@@ -21,8 +21,7 @@ from kvferry.integrations.vllm.kernels.check import (
     compare_layouts,
     random_tensor,
 )
-from kvferry.integrations.vllm.translate.attention import forget_scales
-from kvferry.integrations.vllm.translate.specs import spec_of
+from kvferry.integrations.vllm.translate import forget_scales, spec_of
 from kvferry.layout.named_layouts import NamedLayout
 
 if TYPE_CHECKING:

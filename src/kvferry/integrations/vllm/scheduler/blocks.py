@@ -12,7 +12,7 @@ import numpy as np
 from kvferry.arrays import Integers
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.source import BlockList
-from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import CacheKind
 from kvferry.plan.request import GroupBlocks, first_token_to_move
 
 NULL_BLOCK_ID = 0

@@ -16,22 +16,21 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.adapters import Adapters, hear_of_loads
 from kvferry.integrations.vllm.offload_names import engine_facts
-from kvferry.integrations.vllm.offload_records import OffloadStatistics, difference
+from kvferry.integrations.vllm.offload_step import OffloadStatistics, difference
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import OffloadStep, RankReport
 from kvferry.integrations.vllm.scheduler.blocks import num_recomputed
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
-from kvferry.integrations.vllm.scheduler.offload_hits import Hits
+from kvferry.integrations.vllm.scheduler.offload_loads import Hits
 from kvferry.integrations.vllm.scheduler.offload_loads import Loads
-from kvferry.integrations.vllm.scheduler.offload_requests import OffloadRequest, names_of
+from kvferry.integrations.vllm.scheduler.offload_loads import OffloadRequest, names_of
 from kvferry.integrations.vllm.scheduler.offload_stores import ReadBlockIds, Stores
 from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, check_settings, open_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, check_window_interval, stored_groups
 from kvferry.integrations.vllm.scheduler.waits import Looks, StepWaits
-from kvferry.integrations.vllm.translate.shards import group_shapes
-from kvferry.integrations.vllm.translate.specs import refuse
+from kvferry.integrations.vllm.translate import group_shapes, refuse
 from kvferry.integrations.vllm.versions import Engine, check_block_hashes, tokens_per_hash
-from kvferry.layout.group import CacheKind
+from kvferry.layout.shard import CacheKind
 from kvferry.tiers.load_rule import LoadRule
 from kvferry.tiers.stack import Stack
 

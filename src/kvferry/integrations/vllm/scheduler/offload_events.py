@@ -18,8 +18,8 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_co
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvferry.integrations.vllm.scheduler.stored_blocks import StoredGroup
-from kvferry.layout.group import CacheKind
-from kvferry.tiers.changes import Change, Emptied
+from kvferry.layout.shard import CacheKind
+from kvferry.tiers.host_memory import Change, Emptied
 from kvferry.tiers.protocol import BlockKey
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from kvferry.handoff.wire.addresses import check_host
 from kvferry.handoff.wire.keys import Keys
 from kvferry.integrations.vllm.scheduler.engine_state import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
-from kvferry.layout.group import MAX_BLOCK_SIZE
-from kvferry.layout.shard import MAX_GROUPS
+from kvferry.layout.shard import MAX_BLOCK_SIZE, MAX_GROUPS
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -39,6 +39,7 @@ from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.adapters import hear_of_loads
+from kvferry.integrations.vllm.identity import identity_of
 from kvferry.integrations.vllm.resets import end_former_epoch
 from kvferry.integrations.vllm.scheduler.blocks import check_filled_whole, groups_filled_whole, num_recomputed
 from kvferry.integrations.vllm.scheduler.destination import Destination
@@ -58,8 +59,7 @@ from kvferry.integrations.vllm.step import (
     PromptLoad,
     StepMetadata,
 )
-from kvferry.integrations.vllm.translate.identity import identity_of
-from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
+from kvferry.integrations.vllm.translate import group_shapes, resolved_layout
 from kvferry.integrations.vllm.versions import Engine, can_name_loaded_groups
 from kvferry.peer_log import PeerLog
 

@@ -15,8 +15,8 @@ from kvferry.arrays import Flags, Integers
 from kvferry.errors import HandoffError, Reason, SettingsError
 from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID, GroupShape
-from kvferry.integrations.vllm.translate.specs import UNEXPECTED
-from kvferry.layout.group import CacheKind
+from kvferry.integrations.vllm.translate import UNEXPECTED
+from kvferry.layout.shard import CacheKind
 from kvferry.plan.request import GroupBlocks
 from kvferry.tiers.protocol import BlockKey
 

@@ -9,8 +9,7 @@ import torch
 
 from kvferry.execution.huge_pages import collapse_to_huge_pages
 from kvferry.integrations.vllm.kernels.engine import ask_for_amx, check_engine_kernels
-from kvferry.integrations.vllm.translate.attention import fill_scales_in_slots
-from kvferry.integrations.vllm.translate.shards import resolved_layout, shard_of
+from kvferry.integrations.vllm.translate import fill_scales_in_slots, resolved_layout, shard_of
 from kvferry.layout.shard import HOST_DEVICE, Shard
 
 if TYPE_CHECKING:

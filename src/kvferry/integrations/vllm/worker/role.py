@@ -23,17 +23,16 @@ from kvferry.execution.trial import Side, Trial
 from kvferry.handoff.holds import lease_lost, weights_changed
 from kvferry.handoff.messages import RankEntry, StillWriting
 from kvferry.handoff.wire.client import Client
+from kvferry.integrations.vllm.identity import identity_of
 from kvferry.integrations.vllm.resets import ROLES
 from kvferry.integrations.vllm.scheduler.blocks import group_name
 from kvferry.integrations.vllm.settings import Settings, trust_of
 from kvferry.integrations.vllm.step import EngineEndPoint, FailedTurns, PromptLoad, RankMetadata, StepMetadata
-from kvferry.integrations.vllm.translate.identity import identity_of
-from kvferry.integrations.vllm.translate.shards import group_shapes, resolved_layout
+from kvferry.integrations.vllm.translate import group_shapes, resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
 from kvferry.integrations.vllm.worker.handoff import Destination, Rank, RankEndPoint, Source
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
-from kvferry.layout.group import CacheKind
-from kvferry.layout.shard import Shard, encode_shard
+from kvferry.layout.shard import CacheKind, Shard, encode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.layer_spans import LayerSpans

@@ -1,6 +1,6 @@
 """A vLLM worker extension that labels, finds and poisons KV cache blocks, for tests only.
 
-Start the engine with ``--worker-extension-cls kvferry.testing.engine_oracle.EngineOracle`` and
+Start the engine with ``--worker-extension-cls engine_oracle.EngineOracle``, with this folder in ``PYTHONPATH`` and
 ``VLLM_SERVER_DEV_MODE=1``; ``POST /collective_rpc`` then calls a method in every worker. Arguments are JSON texts,
 since that URL passes strings.
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.execution.source_engines import NOTHING_COMPARED
-from kvferry.integrations.vllm.translate.attention import PLAIN_INSTRUCTION_SETS
+from kvferry.integrations.vllm.translate import PLAIN_INSTRUCTION_SETS
 from kvferry.plan.layer_spans import LayerSpans
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
-from kvferry.tiers.checksum import checksum
 from kvferry.tiers.eviction import LeastRecentlyUsed
 from kvferry.tiers.protocol import (
     BlockKey,
@@ -27,6 +26,7 @@ from kvferry.tiers.protocol import (
     check_batch,
     check_completes,
     check_slots,
+    checksum,
     closed_error,
 )
 

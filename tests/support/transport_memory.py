@@ -71,7 +71,7 @@ class SecondCudaMemory(CudaMemory):
     device = "cuda:1"
 
 
-HOST_MEMORY = "kvferry.testing.transport_memory:HostMemory"
+HOST_MEMORY = "tests.support.transport_memory:HostMemory"
 
 
 def make_memory(name: str, num_bytes: int) -> Memory:

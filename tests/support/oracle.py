@@ -13,9 +13,7 @@ import msgspec
 import numpy as np
 
 from kvferry.arrays import Bytes, Descriptors, Integers
-from kvferry.layout.component import Component, HeadRange
-from kvferry.layout.group import CacheGroup
-from kvferry.layout.shard import Region, Shard
+from kvferry.layout.shard import CacheGroup, Component, HeadRange, Region, Shard
 from kvferry.plan.request import GroupBlocks
 
 Views = Mapping[tuple[str, str, str], Bytes]

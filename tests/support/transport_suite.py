@@ -3,9 +3,9 @@
     class TestMyTransport(TransportSuite):
         factory = "my_package.my_transport:MyTransport"
 
-``memory`` names the class of the memory that moves (:mod:`kvferry.testing.transport_memory`): the host's by default.
+``memory`` names the class of the memory that moves (:mod:`tests.support.transport_memory`): the host's by default.
 
-Needs pytest. Peers are other processes (``kvferry.testing.transport_peer``), unless the transport's capabilities have
+Needs pytest. Peers are other processes (``tests.support.transport_peer``), unless the transport's capabilities have
 ``same_process_only``; every wait is bounded.
 """
 
@@ -22,10 +22,11 @@ import pytest
 
 from kvferry.arrays import Bytes, Descriptors
 from kvferry.errors import Reason, TransportError
-from kvferry.testing.transport_memory import HOST_MEMORY, Memory, make_memory
-from kvferry.testing.transport_peer import InProcessPeer, OnHost, PeerProcess, pattern, start_peer
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport, reach
 from kvferry.transport.registry import make
+
+from .transport_memory import HOST_MEMORY, Memory, make_memory
+from .transport_peer import InProcessPeer, OnHost, PeerProcess, pattern, start_peer
 
 BUFFER_BYTES = 24 << 20
 FINISH_SECONDS = 20.0

@@ -1,6 +1,6 @@
 """The peer in a transport test: a process that registers a buffer and executes one-line commands.
 
-Run as ``python -m kvferry.testing.transport_peer <module:factory> <module:memory> <bytes> <reply file descriptor>``.
+Run as ``python -m tests.support.transport_peer <module:factory> <module:memory> <bytes> <reply file descriptor>``.
 The process ends at the end of its standard input.
 """
 
@@ -15,15 +15,18 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvferry.arrays import Bytes
-from kvferry.testing.transport_memory import HOST_MEMORY, make_memory
 from kvferry.transport.registry import make
 
+from .transport_memory import HOST_MEMORY, make_memory
+
 ANSWER_SECONDS = 30.0
+ROOT = Path(__file__).parents[2]
 OnHost = Callable[[list[str]], list[str]]
 """Returns the command line that runs a command on the peer's host."""
 
@@ -63,9 +66,10 @@ class PeerProcess:
 
     def __init__(self, factory: str, num_bytes: int, on_host: OnHost, memory: str) -> None:
         reading, writing = os.pipe()
-        program = [sys.executable, "-m", "kvferry.testing.transport_peer"]
+        program = [sys.executable, "-m", "tests.support.transport_peer"]
         arguments = [*program, factory, memory, str(num_bytes), str(writing)]
-        self._process = subprocess.Popen(on_host(arguments), stdin=subprocess.PIPE, pass_fds=[writing])
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+        self._process = subprocess.Popen(on_host(arguments), stdin=subprocess.PIPE, pass_fds=[writing], env=environment)
         os.close(writing)
         self._replies: int | None = reading
         try:
