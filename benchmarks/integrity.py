@@ -35,8 +35,7 @@ from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.layer_spans import LayerSpans
-from kvferry.plan.planner import PairPlan
+from kvferry.plan.planner import LayerSpans, PairPlan
 from kvferry.plan.request import GroupBlocks
 from kvferry.transport.registry import TransportSet, open_transports
 

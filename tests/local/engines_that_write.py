@@ -28,7 +28,7 @@ from kvferry.handoff.wire.server import Server
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import encode_shard
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans
+from kvferry.plan.planner import SHORT_TOKENS, LayerSpans
 from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.registry import TransportSet, open_transport

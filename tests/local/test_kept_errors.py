@@ -17,7 +17,7 @@ from kvferry.handoff.destination import DestinationLoad
 from kvferry.handoff.messages import EndPoint, WriteKey
 from kvferry.handoff.source import END, Need, Prompt, SourceWrites, WriteRequest
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
-from kvferry.plan.layer_spans import Span
+from kvferry.plan.planner import Span
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Transfer
 from kvferry.transport.registry import TransportSet

@@ -23,8 +23,8 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.block_copies import BlockCopies
+from kvferry.plan.planner import StridedCopy
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.strided_copy import StridedCopy
 
 from ..support.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 from ..waits import wait_until

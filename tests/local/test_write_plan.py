@@ -10,8 +10,7 @@ import pytest
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.part import Part, announced_blocks
 from kvferry.handoff.source import END, BlockList, SourceWrite, WriteState
-from kvferry.plan.layer_spans import Span, cut_layers, plan_spans
-from kvferry.plan.planner import PairPlan, Planner
+from kvferry.plan.planner import PairPlan, Planner, Span, cut_layers, plan_spans
 from kvferry.plan.request import GroupBlocks
 
 from .engines_in_process import BLOCK_SIZE, LAYERS, Rank, whole_blocks

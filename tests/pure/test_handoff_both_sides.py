@@ -17,7 +17,7 @@ from kvferry.handoff.holds import Ending, Hold, Holds, transfer_of
 from kvferry.handoff.messages import Handle, WriteKey
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
 from kvferry.handoff.source import END, Need, Prompt, SourceWrites, WriteRequest, no_longer_held
-from kvferry.plan.layer_spans import Span
+from kvferry.plan.planner import Span
 
 MAX_HOLDS, LEASE, LINGER, SHARE, STALLED = 2, 60.0, 0.5, 0.25, 100.0
 CLOCK_OFFSET = 12345.0

@@ -12,8 +12,7 @@ from kvferry.handoff.source import END, BlockList, SourceWrite, WriteState
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import TensorScale
-from kvferry.plan.layer_spans import LAYERS_PER_SPAN, LayerSpans, Span, goes_whole
-from kvferry.plan.planner import PairPlan, Planner
+from kvferry.plan.planner import LAYERS_PER_SPAN, LayerSpans, PairPlan, Planner, Span, goes_whole
 from kvferry.plan.request import GroupBlocks
 
 LAYERS = [f"{index:02}" for index in range(20)]

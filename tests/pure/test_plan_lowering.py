@@ -12,10 +12,9 @@ from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheGroup, CacheKind, Region, Shard
 from kvferry.plan.block_pairs import TokenRun
-from kvferry.plan.planner import MAX_CACHED_PHASES, Planner
+from kvferry.plan.planner import MAX_CACHED_PHASES, Planner, StridedCopy, coalesce, merge_rows, place
 from kvferry.plan.proof import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.strided_copy import StridedCopy, coalesce, merge_rows, place
 
 from ..support.oracle import Arena, OracleMismatch, check_moved, strided_memory
 

@@ -8,7 +8,7 @@ from kvferry.execution import source
 from kvferry.execution.source import WriteEvents
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.source import Cut, WriteRequest
-from kvferry.plan.layer_spans import Span
+from kvferry.plan.planner import Span
 
 REQUEST = WriteRequest(WriteKey("d/0", 7, 1), "x", 40, "p", {}, deadline=1e9)
 GROUP, SPAN = Span("0"), Span("0", 2)

@@ -10,9 +10,8 @@ from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.part import Part, announced_blocks
 from kvferry.handoff.source import END, BlockList, Prompt, SourceWrite, SourceWrites, WriteRequest, WriteState
 from kvferry.layout.shard import TokenShare
-from kvferry.plan.layer_spans import Span, cut_layers, plan_spans
 from kvferry.plan.match import selector_of
-from kvferry.plan.planner import PairPlan, Planner
+from kvferry.plan.planner import PairPlan, Planner, Span, cut_layers, plan_spans
 from kvferry.plan.proof import verify_destination
 from kvferry.plan.request import GroupBlocks
 

@@ -37,9 +37,8 @@ from kvferry.handoff.part import Part, announced_blocks
 from kvferry.handoff.source import END, MOST_KEPT_TEXT, BlockList, Prompt
 from kvferry.handoff.wire.trust import THIS_MACHINE
 from kvferry.layout.shard import encode_shard
-from kvferry.plan.layer_spans import LayerSpans
 from kvferry.plan.match import selector_of
-from kvferry.plan.planner import Planner
+from kvferry.plan.planner import LayerSpans, Planner
 from kvferry.plan.request import GroupBlocks
 from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Link

@@ -12,7 +12,7 @@ from kvferry.execution.device import HOST, Mark
 from kvferry.execution.source import Writer
 from kvferry.handoff.messages import Identity, WriteKey
 from kvferry.handoff.source import END, Need, Prompt, WriteRequest
-from kvferry.plan.layer_spans import LayerSpans, Span
+from kvferry.plan.planner import LayerSpans, Span
 
 from ..waits import wait_until
 

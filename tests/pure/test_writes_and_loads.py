@@ -10,7 +10,7 @@ from kvferry.handoff.destination import ASK_AGAIN_SECONDS, DestinationLoad
 from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.messages import EndPoint, Handle, WriteKey
 from kvferry.handoff.source import END, Cut, Need, Prompt, SourceWrite, SourceWrites, WriteRequest, WriteState
-from kvferry.plan.layer_spans import Span
+from kvferry.plan.planner import Span
 
 FULL, STATE = Span("full"), Span("state")
 KEY = WriteKey("d", 1, 1)

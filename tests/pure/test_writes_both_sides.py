@@ -19,7 +19,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.destination import DestinationLoad, Step
 from kvferry.handoff.messages import EndPoint, WriteKey
 from kvferry.handoff.source import END, Cut, Need, Outcome, Prompt, SourceWrites, WriteRequest
-from kvferry.plan.layer_spans import Span
+from kvferry.plan.planner import Span
 
 SPANS = {Span("full"): Need(1, 7, 2), Span("window"): Need(4, 7, 2), Span("state"): Need(0, 1, 9)}
 NUM_TOKENS, NUM_SOURCES, SECONDS, NUM_STEPS = 7, 2, 40.0, 720

@@ -33,11 +33,9 @@ from kvferry.models.groups import (
 )
 from kvferry.models.layer_caches import AttentionCache, recurrent_itemsize
 from kvferry.plan.match import ComponentHeads
-from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Planner
+from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Planner, StridedCopy, Template
 from kvferry.plan.proof import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks, first_token_to_move
-from kvferry.plan.strided_copy import StridedCopy
-from kvferry.plan.template import Template
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Direction, Status, reach
 from kvferry.units import format_bytes

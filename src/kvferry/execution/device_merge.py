@@ -13,7 +13,7 @@ import numpy as np
 
 from kvferry.arrays import Integers
 from kvferry.errors import Reason, TransportError
-from kvferry.plan.strided_copy import Loop
+from kvferry.plan.planner import Loop
 
 if TYPE_CHECKING:
     import torch

@@ -195,7 +195,7 @@ def copy_blocks(copies: BlockCopies) -> Iterator[int]:
     numpy starts no thread, and releases the interpreter lock while it copies a large block.
 
     >>> source, destination = np.arange(64, dtype=np.uint8), np.zeros(32, dtype=np.uint8)
-    >>> from kvferry.plan.strided_copy import StridedCopy
+    >>> from kvferry.plan.planner import StridedCopy
     >>> one = StridedCopy(source.ctypes.data, destination.ctypes.data, 4, ((2, 8, 4),))
     >>> list(copy_blocks(BlockCopies(one, 16, 8, np.array([3, 1]), np.array([0, 2]))))
     [16]

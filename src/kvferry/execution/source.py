@@ -44,8 +44,7 @@ from kvferry.handoff.part import Part
 from kvferry.handoff.source import Batch, Prompt, SourceWrites, WriteRequest, no_longer_held
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.layer_spans import SHORT_TOKENS, LayerSpans, Span, goes_whole
-from kvferry.plan.planner import PairPlan
+from kvferry.plan.planner import SHORT_TOKENS, LayerSpans, PairPlan, Span, goes_whole
 from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Connecting, Link
 

@@ -12,8 +12,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import AnnouncedBlocks
 from kvferry.handoff.source import Batch, BlockList, Cut, Need
 from kvferry.layout.shard import CacheGroup, CacheKind
-from kvferry.plan.layer_spans import Span, SpanPlans
-from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan
+from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Span, SpanPlans
 from kvferry.plan.request import GroupBlocks
 
 NEVER = 1 << 61

@@ -25,7 +25,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.adapters import NO_ADAPTER, Adapter, compare_adapters
 from kvferry.handoff.holds import is_of_hold
 from kvferry.handoff.messages import Bounded, WriteKey
-from kvferry.plan.layer_spans import Span
+from kvferry.plan.planner import Span
 
 END = 1 << 62
 """Progress of a span whose prompt has been computed to its end, partly filled last block and state included."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.arrays import Descriptors, Integers
-from kvferry.plan.planner import PairPlan
+from kvferry.plan.planner import PairPlan, StridedCopy
 from kvferry.plan.request import GroupBlocks
-from kvferry.plan.strided_copy import StridedCopy
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvferry.execution.source_engines import NOTHING_COMPARED
 from kvferry.integrations.vllm.translate import PLAIN_INSTRUCTION_SETS
-from kvferry.plan.layer_spans import LayerSpans
+from kvferry.plan.planner import LayerSpans
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 
 if TYPE_CHECKING:

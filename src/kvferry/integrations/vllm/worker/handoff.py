@@ -19,7 +19,7 @@ from kvferry.handoff.wire.keys import Keys
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.step import EPOCH_BITS, PromptLoad, StepMetadata
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.layer_spans import LayerSpans
+from kvferry.plan.planner import LayerSpans
 
 
 @dataclass(frozen=True)

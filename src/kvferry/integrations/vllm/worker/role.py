@@ -35,7 +35,7 @@ from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.shard import CacheKind, Shard, encode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.layer_spans import LayerSpans
+from kvferry.plan.planner import LayerSpans
 from kvferry.transport.end_points import own_identity
 from kvferry.transport.network import Network
 from kvferry.transport.registry import open_transports
