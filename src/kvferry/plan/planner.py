@@ -13,10 +13,9 @@ import numpy as np
 from kvferry.arrays import Descriptors, Flags, Integers, Offsets
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.shard import Atom, CacheGroup, Component, HeadRange, Shard, shard_encoder
-from kvferry.plan.block_pairs import BlockPairs, Phase, TokenRun, block_pairs, refuse_twice
 from kvferry.plan.head_ranges import match_heads
 from kvferry.plan.match import Assignment, choose_sources, match_layers
-from kvferry.plan.request import GroupBlocks, refuse_incomplete
+from kvferry.plan.request import BlockPairs, GroupBlocks, Phase, TokenRun, block_pairs, refuse_incomplete, refuse_twice
 
 Loop = tuple[int, int, int]
 """Count, source stride, destination stride."""
