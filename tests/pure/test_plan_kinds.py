@@ -25,8 +25,7 @@ from kvferry.layout.shard import (
     encode_shard,
 )
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, gated_delta_segments, mamba2_segments
-from kvferry.plan.head_ranges import canonical, common, count, without
-from kvferry.plan.match import choose_sources
+from kvferry.plan.match import canonical, choose_sources, common, count, without
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks, first_token_to_move, sample_requests

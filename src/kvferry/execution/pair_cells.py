@@ -12,7 +12,7 @@ from kvferry.execution.cell_sums import CellSums
 from kvferry.layout.shard import HeadRange, Shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import CellGrid, CellMemory, Integrity, Part
-from kvferry.plan.head_ranges import common, count, without
+from kvferry.plan.match import common, count, without
 from kvferry.plan.planner import GroupPlan, PairPlan
 
 logger = PeerLog(logging.getLogger(__name__))

@@ -13,8 +13,7 @@ import numpy as np
 from kvferry.arrays import Descriptors, Flags, Integers, Offsets
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.shard import Atom, CacheGroup, Component, HeadRange, Shard, shard_encoder
-from kvferry.plan.head_ranges import match_heads
-from kvferry.plan.match import Assignment, choose_sources, match_layers
+from kvferry.plan.match import Assignment, choose_sources, match_heads, match_layers
 from kvferry.plan.request import BlockPairs, GroupBlocks, Phase, TokenRun, block_pairs, refuse_incomplete, refuse_twice
 
 Loop = tuple[int, int, int]
