@@ -26,7 +26,6 @@ from transport_movers import allocate
 from kvferry.cli.console import open_console, progress
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
 from kvferry.execution.job import JobResult, Phase
-from kvferry.execution.route import Route
 from kvferry.execution.source import Write
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.part import Part, announced_blocks
@@ -35,7 +34,7 @@ from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.planner import LayerSpans, PairPlan
+from kvferry.plan.planner import LayerSpans, PairPlan, Route
 from kvferry.plan.request import GroupBlocks
 from kvferry.transport.registry import TransportSet, open_transports
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from kvferry.arrays import Bytes, Descriptors
-from kvferry.execution.route import Route
 from kvferry.layout.shard import Shard
+from kvferry.plan.planner import Route
 from kvferry.plan.request import GroupBlocks
 from kvferry.transport.protocol import Direction, Status, reach
 from kvferry.transport.registry import make

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.digests import PartCells
 from kvferry.execution.own_rank import OwnRank
-from kvferry.execution.route import Route
 from kvferry.handoff.handshake import compare_identities
 from kvferry.handoff.messages import Bounded, EndPoint, Introduce, WriteKey
 from kvferry.handoff.versions import Versions, agree
@@ -14,7 +13,7 @@ from kvferry.layout.shard import decode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.match import selector_of
-from kvferry.plan.planner import PairPlan
+from kvferry.plan.planner import PairPlan, Route
 from kvferry.transport.registry import Connecting, Link
 
 logger = PeerLog(logging.getLogger(__name__))

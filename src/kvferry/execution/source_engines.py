@@ -10,7 +10,6 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.destination import SourceRank
 from kvferry.execution.digests import PartCells
 from kvferry.execution.pair_cells import check_computes
-from kvferry.execution.route import Route
 from kvferry.handoff.handshake import decode_shards, fetch_directory, tell_refusal
 from kvferry.handoff.messages import FIRST_WEIGHTS, Directory, Identity
 from kvferry.handoff.part import Part, announced_blocks
@@ -21,7 +20,7 @@ from kvferry.layout.shard import Shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.match import selector_of
-from kvferry.plan.planner import PairPlan
+from kvferry.plan.planner import PairPlan, Route
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
 
 logger = PeerLog(logging.getLogger(__name__))

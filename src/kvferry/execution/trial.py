@@ -18,7 +18,6 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution import device_memory
 from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
-from kvferry.execution.route import Route
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.part import Part, announced_blocks
 from kvferry.handoff.source import BlockList, Cut
@@ -27,7 +26,7 @@ from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.planner import PairPlan
+from kvferry.plan.planner import PairPlan, Route
 from kvferry.plan.request import GroupBlocks
 from kvferry.transport.protocol import Direction, Status
 from kvferry.transport.registry import TransportSet

@@ -14,7 +14,17 @@ from kvferry.arrays import Descriptors, Flags, Integers, Offsets
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.shard import Atom, CacheGroup, Component, HeadRange, Shard, shard_encoder
 from kvferry.plan.match import Assignment, choose_sources, match_heads, match_layers
-from kvferry.plan.request import BlockPairs, GroupBlocks, Phase, TokenRun, block_pairs, refuse_incomplete, refuse_twice
+from kvferry.plan.proof import verify_destination
+from kvferry.plan.request import (
+    BlockPairs,
+    GroupBlocks,
+    Phase,
+    TokenRun,
+    block_pairs,
+    refuse_incomplete,
+    refuse_twice,
+    sample_requests,
+)
 
 Loop = tuple[int, int, int]
 """Count, source stride, destination stride."""
@@ -622,3 +632,28 @@ def _with_layers(group: CacheGroup, layers: frozenset[str]) -> CacheGroup:
         components.append(msgspec.structs.replace(component, layers=names, layer_offsets=offsets))
     scales = tuple(scale for scale in group.scales if scale.layer in layers)
     return msgspec.structs.replace(group, components=tuple(components), scales=scales)
+
+
+class Route:
+    """How bytes move from source ranks to one destination: the plans and their proof."""
+
+    def __init__(self, sources: Sequence[Shard], destination: Shard) -> None:
+        self._sources, self._destination = sources, destination
+        self._proved: set[tuple[PairPlan, ...]] = set()
+        self._planner = Planner(sources, destination)
+
+    def plans(self, selector: int) -> tuple[PairPlan, ...]:
+        """Return the plans of the source ranks that the selector chooses. Raises :class:`PlanError`."""
+        return self._planner.plans(selector)
+
+    def proved_plans(self, selector: int) -> tuple[PairPlan, ...]:
+        """Return :meth:`plans`, whose templates are proved on a small request before they move any other.
+
+        Raises :class:`PlanError` and :class:`VerificationError`.
+        """
+        plans = self.plans(selector)
+        if plans not in self._proved:
+            blocks = sample_requests(self._sources, self._destination)
+            verify_destination([(plan.source, plan.lower(blocks)) for plan in plans], self._destination, blocks)
+            self._proved.add(plans)
+        return plans
