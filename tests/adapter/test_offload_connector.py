@@ -22,8 +22,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvferry.execution.job import JobResult
 from kvferry.integrations.vllm import offload_connector
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
-from kvferry.integrations.vllm.offload_step import OffloadStatistics
-from kvferry.integrations.vllm.offload_step import OffloadStep
+from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.worker import caches as worker_caches
 from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps

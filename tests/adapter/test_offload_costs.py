@@ -18,9 +18,8 @@ from vllm.v1.metrics.stats import PrefixCacheStats
 
 from kvferry.arrays import Integers
 from kvferry.integrations.vllm.offload_names import BlockNames
-from kvferry.integrations.vllm.offload_step import OffloadStatistics
-from kvferry.integrations.vllm.offload_step import LoadOrder
-from kvferry.integrations.vllm.scheduler import offload_hits
+from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStatistics
+from kvferry.integrations.vllm.scheduler import offload_loads
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.offload_loads import Hit
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, longest_hit, stored_groups
@@ -171,7 +170,7 @@ def test_a_request_that_waits_for_room_is_decided_once(make_engine: Callable[...
 
 def test_the_decision_can_be_read(make_engine: Callable[..., TimedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(offload_hits.logger, "debug", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(offload_loads.logger, "debug", lambda text, *values: said.append(text % values))
     engine = make_engine(block_seconds=0.0001)
     engine.serve(*PARTS * 3)
     assert len(said) == 2 * len(PARTS)

@@ -1,4 +1,21 @@
-"""The plan between a source rank and a destination rank, and its lowering to descriptors."""
+"""Plans between source ranks and a destination rank, and their lowering to descriptors.
+
+A *template* is a plan's copies for block 0, to which a request applies its block ids. Its copies are *strided copies*
+with the fewest and longest runs. A CuTe *layout* is a function from integers to integers, written as (count, stride)
+loops. A strided copy is a pair of such functions, source and destination, over one shared domain. CuTe's ``coalesce``
+folds neighbouring loops in four cases; here a case must hold for source and destination at once:
+
+1. a loop of count 1 is dropped;
+2. a loop whose strides both equal the run's length makes the run longer;
+3. a loop whose strides both equal the inner neighbour's stride times its count is merged into that neighbour;
+4. any other loop stays.
+
+Afterwards no loop has count 1 and no neighbours can be folded. Every byte is copied from and to the same offset as
+before.
+
+*Spans* are layers that a write sends together, before the source has computed the rest of the model. A *route* is the
+plans of all sources of a destination, planned and proved once.
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""The tokens of one request in one cache group, and their blocks at source and destination."""
+"""The tokens of one request in one cache group, and their blocks at source and destination.
+
+Blocks and token shares of both sides cut the token axis; :func:`block_pairs` pairs what is left.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -16,9 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
-from kvferry.integrations.vllm.offload_step import OffloadMetrics, OffloadStatistics
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
-from kvferry.integrations.vllm.offload_step import OffloadStep
+from kvferry.integrations.vllm.offload_step import OffloadMetrics, OffloadStatistics, OffloadStep
 from kvferry.integrations.vllm.plugin import check_and_record_configurations, log_as_vllm_does
 from kvferry.integrations.vllm.scheduler.lost_ranks import RankMonitor
 from kvferry.integrations.vllm.scheduler.offload import OffloadScheduler, check_offloadable

@@ -3,14 +3,17 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
-from kvferry.plan.request import GroupBlocks
-from kvferry.tiers.slab_memory import SlabHandle
 from typing import Any, ClassVar, Literal
+
 import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
 from kvferry.execution.job import JobResult
 from kvferry.integrations.vllm.observations import BYTES, SECONDS, Metric, ObservationMetrics, Observations
+from kvferry.plan.request import GroupBlocks
 from kvferry.tiers.load_rule import Decision
+from kvferry.tiers.slab_memory import SlabHandle
+
 
 @dataclass(frozen=True, slots=True)
 class SlabOrder:

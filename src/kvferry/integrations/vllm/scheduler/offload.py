@@ -16,14 +16,11 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.adapters import Adapters, hear_of_loads
 from kvferry.integrations.vllm.offload_names import engine_facts
-from kvferry.integrations.vllm.offload_step import OffloadStatistics, difference
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
-from kvferry.integrations.vllm.offload_step import OffloadStep, RankReport
+from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep, RankReport, difference
 from kvferry.integrations.vllm.scheduler.blocks import num_recomputed
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
-from kvferry.integrations.vllm.scheduler.offload_loads import Hits
-from kvferry.integrations.vllm.scheduler.offload_loads import Loads
-from kvferry.integrations.vllm.scheduler.offload_loads import OffloadRequest, names_of
+from kvferry.integrations.vllm.scheduler.offload_loads import Hits, Loads, OffloadRequest, names_of
 from kvferry.integrations.vllm.scheduler.offload_stores import ReadBlockIds, Stores
 from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, check_settings, open_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, check_window_interval, stored_groups

@@ -1,44 +1,44 @@
 """The loads of one engine: from a promise to an order for all ranks, until the last of them has reported."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from kvferry.integrations.vllm.adapters import Adapters
-from kvferry.integrations.vllm.offload_names import BlockNames
-from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks
-from kvferry.peer_log import PeerLog
-from kvferry.tiers.load_rule import Decision
-from kvferry.tiers.protocol import BlockKey
-from kvferry.tiers.stack import Promise
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import repeat
+from typing import TYPE_CHECKING
+
 import numpy as np
-from kvferry.arrays import Flags
+
+from kvferry.arrays import Flags, Integers
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.integrations.vllm.offload_step import OffloadStatistics
-from kvferry.integrations.vllm.offload_step import LoadOrder
-from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, StoredGroup, alignment, whole_group
+from kvferry.integrations.vllm.adapters import Adapters
+from kvferry.integrations.vllm.offload_names import BlockNames
+from kvferry.integrations.vllm.offload_settings import OffloadSettings
+from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStatistics
+from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
+from kvferry.integrations.vllm.scheduler.stored_blocks import (
+    RequestBlocks,
+    StoredGroup,
+    alignment,
+    longest_hit,
+    whole_group,
+)
 from kvferry.integrations.vllm.translate import UNEXPECTED
 from kvferry.integrations.vllm.versions import cache_hit_source
+from kvferry.peer_log import PeerLog
 from kvferry.tiers.host_memory import HostLoad
-from kvferry.tiers.load_rule import CopyTimes
-from kvferry.tiers.stack import Stack
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from kvferry.arrays import Flags, Integers
-from kvferry.integrations.vllm.offload_settings import OffloadSettings
-from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
-from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, StoredGroup, alignment, longest_hit, whole_group
-from kvferry.tiers.load_rule import Decision, LoadRule, Option
+from kvferry.tiers.load_rule import CopyTimes, Decision, LoadRule, Option
+from kvferry.tiers.protocol import BlockKey
+from kvferry.tiers.stack import Promise, Stack
 
 if TYPE_CHECKING:
-    from vllm.v1.request import Request
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.request import Request
 
-logger = PeerLog(logging.getLogger(__name__))
+logger = logging.getLogger(__name__)
+peer_logger = PeerLog(logger)
 
 
 @dataclass(slots=True, eq=False)
@@ -99,11 +99,9 @@ def names_of(request: "Request", names: BlockNames, adapters: Adapters) -> Block
         return adapters.names(names, adapter.lora_path, adapter.lora_int_id, is_read_again=adapter.load_inplace)
     except OSError as error:
         told = "kvferry: %s loads and stores nothing: its adapter cannot be read: %s"
-        logger.warning(told, request.request_id, error, peer=request.request_id)
+        peer_logger.warning(told, request.request_id, error, peer=request.request_id)
         return None
 
-
-logger = PeerLog(logging.getLogger(__name__))
 
 HOST_MEMORY = "host_memory"
 _SOURCES = {HOST_MEMORY: cache_hit_source("HOST"), "local_disk": cache_hit_source("DISK")}
@@ -161,7 +159,7 @@ class Loads:
         try:
             job = self._begin(stack, entry, num_tokens, block_ids())
         except KVFerryError as error:
-            logger.error("kvferry: %s cannot be loaded: %s", request_id, error, peer=request_id)
+            peer_logger.error("kvferry: %s cannot be loaded: %s", request_id, error, peer=request_id)
             self._counts["refused_loads"] += 1
             job = LoadJob(next(self._job_ids), (), {HOST_MEMORY: num_tokens}, self._clock())
             self._orders.append(LoadOrder(request_id, job.job_id, (), is_refused=True))
@@ -189,7 +187,7 @@ class Loads:
         stack.complete_load(request_id)
         if has_failed:
             self._counts["failed_loads"] += 1
-            logger.error("kvferry: a rank could not load the stored blocks of %s.", request_id, peer=request_id)
+            peer_logger.error("kvferry: a rank could not load the stored blocks of %s.", request_id, peer=request_id)
 
     def _begin(
         self, stack: Stack | None, entry: OffloadRequest, num_tokens: int, block_ids: Sequence[Sequence[int]]
@@ -259,9 +257,6 @@ def _by_tier(keys: Sequence[BlockKey], brought_by: Mapping[BlockKey, str]) -> It
     tiers = np.fromiter(map(brought_by.get, keys, repeat(HOST_MEMORY)), np.object_, len(keys))
     for tier in {HOST_MEMORY, *brought_by.values()}:
         yield tier, tiers == tier
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

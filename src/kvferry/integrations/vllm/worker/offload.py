@@ -22,9 +22,15 @@ from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.job import JobResult
 from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute
 from kvferry.execution.pinned_copy import PinnedMemory
-from kvferry.integrations.vllm.offload_step import OffloadStatistics
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
-from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder, StoreOrder
+from kvferry.integrations.vllm.offload_step import (
+    LoadOrder,
+    OffloadStatistics,
+    OffloadStep,
+    RankReport,
+    SlabOrder,
+    StoreOrder,
+)
 from kvferry.integrations.vllm.translate import resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
 from kvferry.layout.shard import Shard, decode_shard, encode_shard
