@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 from vllm.lora.request import LoRARequest
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.handoff.adapters import Adapter
+from kvferry.handoff.handshake import Adapter
 from kvferry.handoff.wire.keys import make_keys
 from kvferry.integrations.vllm import adapters
 

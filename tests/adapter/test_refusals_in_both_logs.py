@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvferry.handoff import handshake
+from kvferry.handoff.handshake import OURS, Versions
 from kvferry.handoff.messages import PROTOCOL_VERSION
-from kvferry.handoff.versions import OURS, Versions
 from kvferry.handoff.wire import hold_messages
 from kvferry.integrations.vllm.scheduler import params as scheduler_params
 from kvferry.layout.shard import Atom, encode_shard

@@ -22,7 +22,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution import destination, executor, peers
-from kvferry.handoff.adapters import NO_ADAPTER, Adapter
+from kvferry.handoff.handshake import NO_ADAPTER, Adapter
 from kvferry.handoff.holds import is_of_hold, transfer_of
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,

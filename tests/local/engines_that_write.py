@@ -18,7 +18,7 @@ from kvferry.execution.job import JobResult
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.source import Writer
 from kvferry.execution.source_engines import NOTHING_COMPARED, Compares, SourceEngines
-from kvferry.handoff.adapters import NO_ADAPTER, Adapter
+from kvferry.handoff.handshake import NO_ADAPTER, Adapter
 from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.messages import PROTOCOL_VERSION, Answer, Directory, EndPoint, Handle, Noted, Question, RankEntry
 from kvferry.handoff.remote_holds import RemoteHold

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.handshake import compare_identities
+from kvferry.handoff.handshake import OURS, Versions, agree, compare_identities
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     MAX_ANNOUNCED_GROUPS,
@@ -47,7 +47,6 @@ from kvferry.handoff.messages import (
     decode_question,
     encode,
 )
-from kvferry.handoff.versions import OURS, Versions, agree
 from kvferry.transport.end_points import ProcessIdentity
 
 IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 8, 4, 64, "none", "float32")

@@ -5,8 +5,8 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff import source as source_module
-from kvferry.handoff.adapters import Adapter
 from kvferry.handoff.destination import ASK_AGAIN_SECONDS, DestinationLoad
+from kvferry.handoff.handshake import Adapter
 from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.messages import EndPoint, Handle, WriteKey
 from kvferry.handoff.source import END, Cut, Need, Prompt, SourceWrite, SourceWrites, WriteRequest, WriteState

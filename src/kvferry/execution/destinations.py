@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.digests import PartCells
 from kvferry.execution.own_rank import OwnRank
-from kvferry.handoff.handshake import compare_identities
+from kvferry.handoff.handshake import Versions, agree, compare_identities
 from kvferry.handoff.messages import Bounded, EndPoint, Introduce, WriteKey
-from kvferry.handoff.versions import Versions, agree
 from kvferry.layout.shard import decode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity

@@ -1,11 +1,15 @@
 """Agreement of two engines before a byte moves: a common protocol, same epoch, same model, field by field."""
 
 from contextlib import suppress
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.messages import (
     FIRST_WEIGHTS,
     MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
     Directory,
     DirectoryRequest,
     HandshakeRefused,
@@ -13,10 +17,103 @@ from kvferry.handoff.messages import (
     as_peers_read,
     encode,
 )
-from kvferry.handoff.versions import OURS, Versions, agree
 from kvferry.handoff.wire import client
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.layout.shard import Shard, decode_shard
+
+
+class Versions(NamedTuple):
+    """The versions that an engine speaks, from the ``oldest`` to the ``newest``, both included.
+
+    >>> str(Versions(1, 2)), str(Versions(1, 1))
+    ('1 to 2', '1')
+    """
+
+    oldest: int
+    newest: int
+
+    def __str__(self) -> str:
+        return str(self.oldest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+
+OURS = Versions(PROTOCOL_VERSION, PROTOCOL_VERSION)
+
+
+def agree(*, prefill: Versions = OURS, decode: Versions = OURS) -> int:
+    """Return the version that both engines speak with each other.
+
+    Raises :class:`HandoffError` (protocol-mismatch) where there is none, with the versions of both engines.
+
+    >>> agree(prefill=Versions(1, 2), decode=Versions(1, 1)), agree(prefill=Versions(1, 2), decode=Versions(2, 3))
+    (1, 2)
+    """
+    spoken = min(prefill.newest, decode.newest)
+    if spoken >= max(prefill.oldest, decode.oldest):
+        return spoken
+    older = "prefill" if prefill.newest < decode.newest else "decode"
+    raise HandoffError(
+        Reason.PROTOCOL_MISMATCH,
+        f"the engines speak no version of the protocol in common: protocol version: prefill speaks {prefill}, decode "
+        f"speaks {decode}.",
+        f"Update kvferry on the {older} engine.",
+    )
+
+
+AdapterDigest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z", max_length=32)]
+"""A digest in a peer's message or in a request's parameters, empty for none. It goes into log lines."""
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """An adapter's name and the digest of its weights, both empty for a prompt without an adapter."""
+
+    name: str = ""
+    digest: str = ""
+
+
+NO_ADAPTER = Adapter()
+
+
+def compare_adapters(name: str, prefill: str, decode: str) -> None:
+    """Refuse a prompt unless its adapter is known to have the same weights on both engines, or there is no adapter.
+
+    ``prefill`` and ``decode`` are the digests of the weights there, empty where they are unknown. Raises
+    :class:`HandoffError` (adapter-mismatch).
+
+    >>> compare_adapters("sql", "0a", "0a"), compare_adapters("", "", "")
+    (None, None)
+    >>> compare_adapters("sql", "", "0a")
+    Traceback (most recent call last):
+    ...
+    kvferry.errors.HandoffError: the adapter 'sql' may have other weights on each engine: prefill does not say which, \
+decode has '0a'. Look for unknown-weights in the log of the engine that does not say which. A line with it says why \
+the weights are unknown there, such as those of a hub's adapter without a commit or of files that have changed, and \
+what to do. [adapter-mismatch]
+    >>> compare_adapters("sql", "0a", "0b")
+    Traceback (most recent call last):
+    ...
+    kvferry.errors.HandoffError: the adapter 'sql' has other weights on each engine: prefill has '0a', decode has \
+'0b'. Load the same adapter_model and adapter_config.json under this name on both engines: the digests are of these \
+files as vLLM has read them. [adapter-mismatch]
+    """
+    if prefill == decode and (prefill or not name):
+        return
+    if prefill and decode:
+        raise HandoffError(
+            Reason.ADAPTER_MISMATCH,
+            f"the adapter {name!r} has other weights on each engine: prefill has {prefill!r}, decode has {decode!r}.",
+            "Load the same adapter_model and adapter_config.json under this name on both engines: the digests are of "
+            "these files as vLLM has read them.",
+        )
+    sides = (("prefill", prefill), ("decode", decode))
+    said = [f"{side} has {digest!r}" if digest else f"{side} does not say which" for side, digest in sides]
+    raise HandoffError(
+        Reason.ADAPTER_MISMATCH,
+        f"the adapter {name!r} may have other weights on each engine: {', '.join(said)}.",
+        f"Look for {Reason.UNKNOWN_WEIGHTS.value} in the log of the engine that does not say which. A line with it "
+        "says why the weights are unknown there, such as those of a hub's adapter without a commit or of files that "
+        "have changed, and what to do.",
+    )
+
 
 TELL_SECONDS = 2.0
 """How long a handshake that fails waits until the prefill engine knows why."""

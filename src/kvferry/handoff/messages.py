@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.adapters import AdapterDigest
+from kvferry.handoff.handshake import AdapterDigest
 from kvferry.handoff.wire.addresses import check_host
 from kvferry.transport.end_points import ProcessIdentity
 

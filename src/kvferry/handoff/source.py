@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.adapters import NO_ADAPTER, Adapter, compare_adapters
+from kvferry.handoff.handshake import NO_ADAPTER, Adapter, compare_adapters
 from kvferry.handoff.holds import is_of_hold
 from kvferry.handoff.messages import Bounded, WriteKey
 from kvferry.plan.planner import Span

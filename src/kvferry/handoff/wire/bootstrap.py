@@ -25,8 +25,8 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.handshake import Versions, agree
 from kvferry.handoff.messages import Bounded, EndPoint, Identifier, Unsigned
-from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.addresses import bare, is_ipv6, parse_place
 from kvferry.handoff.wire.background import BackgroundCalls
 from kvferry.handoff.wire.keys import SIGNATURE_PATTERN, Keys

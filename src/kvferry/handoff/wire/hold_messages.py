@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from kvferry.errors import KVFerryError, Reason
+from kvferry.handoff.handshake import OURS
 from kvferry.handoff.holds import RENEWED_LEASE_SECONDS, Lease
 from kvferry.handoff.messages import (
     MAX_REQUESTS_PER_MESSAGE,
@@ -19,7 +20,6 @@ from kvferry.handoff.messages import (
     Renewed,
 )
 from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
-from kvferry.handoff.versions import OURS
 from kvferry.handoff.wire.client import Client, Exchange, log_undelivered
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.adapters import compare_adapters
+from kvferry.handoff.handshake import compare_adapters
 from kvferry.handoff.holds import handle_of_transfer, transfer_of
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.bootstrap import BootstrapQueries, Offer, query

@@ -13,12 +13,11 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.adapters import AdapterDigest
+from kvferry.handoff.handshake import OURS, AdapterDigest, Versions, agree
 from kvferry.handoff.holds import Hold, is_of_hold
 from kvferry.handoff.messages import Handle, LeaseSeconds, Name, Unsigned
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import Prompt
-from kvferry.handoff.versions import OURS, Versions, agree
 from kvferry.handoff.wire.addresses import check_host
 from kvferry.handoff.wire.keys import Keys
 from kvferry.integrations.vllm.scheduler.engine_state import EngineState

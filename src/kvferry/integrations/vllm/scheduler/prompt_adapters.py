@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.adapters import NO_ADAPTER, Adapter
+from kvferry.handoff.handshake import NO_ADAPTER, Adapter
 from kvferry.integrations.vllm.adapters import AdapterRead, Adapters
 
 if TYPE_CHECKING:

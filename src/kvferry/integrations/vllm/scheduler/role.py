@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.handshake import check_complete, check_rank
+from kvferry.handoff.handshake import Versions, agree, check_complete, check_rank
 from kvferry.handoff.holds import Ended, Ending, Holds, transfer_of, weights_changed
 from kvferry.handoff.messages import (
     MAX_IDENTIFIER_LENGTH,
@@ -35,7 +35,6 @@ from kvferry.handoff.messages import (
     Renewed,
     StillWriting,
 )
-from kvferry.handoff.versions import Versions, agree
 from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.adapters import hear_of_loads

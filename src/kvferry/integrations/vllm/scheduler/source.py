@@ -15,11 +15,10 @@ import msgspec
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
-from kvferry.handoff.adapters import NO_ADAPTER, Adapter
+from kvferry.handoff.handshake import NO_ADAPTER, OURS, Adapter
 from kvferry.handoff.holds import Hold, is_of_hold
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH
 from kvferry.handoff.source import END, Prompt
-from kvferry.handoff.versions import OURS
 from kvferry.handoff.wire.addresses import in_url
 from kvferry.handoff.wire.bootstrap import BootstrapServer, Offer, id_in_epoch, signed
 from kvferry.integrations.vllm.scheduler.blocks import (
