@@ -27,8 +27,8 @@ from kvferry.cli.console import open_console, progress
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.source import Write
+from kvferry.handoff.destination import Part, announced_blocks
 from kvferry.handoff.messages import WriteKey
-from kvferry.handoff.part import Part, announced_blocks
 from kvferry.handoff.source import END, BlockList, Prompt, SourceWrites, WriteRequest
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.arrays import Descriptors
-from kvferry.handoff.part import Part, announced_blocks
+from kvferry.handoff.destination import Part, announced_blocks
 from kvferry.handoff.source import END, BlockList, SourceWrite, WriteState
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout

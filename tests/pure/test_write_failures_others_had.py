@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.handoff.destination import Part, announced_blocks
 from kvferry.handoff.messages import WriteKey
-from kvferry.handoff.part import Part, announced_blocks
 from kvferry.handoff.source import END, BlockList, Prompt, SourceWrite, SourceWrites, WriteRequest, WriteState
 from kvferry.layout.shard import TokenShare
 from kvferry.plan.match import selector_of

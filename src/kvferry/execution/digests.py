@@ -20,8 +20,8 @@ from kvferry.arrays import Addresses, Flags, Integers
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.cell_sums import MOST_BYTES
 from kvferry.execution.pair_cells import CellPlaces, GroupCells, place_of
+from kvferry.handoff.destination import HeldCut
 from kvferry.handoff.messages import MAX_DIGEST_BYTES, AnnouncedBlocks, WriteKey
-from kvferry.handoff.part import HeldCut
 from kvferry.handoff.source import BlockList
 from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, Integrity, draw, mixed, pieces
 from kvferry.plan.planner import PairPlan

@@ -24,6 +24,7 @@ from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.pair_cells import check_computes
 from kvferry.execution.peers import Peers
+from kvferry.handoff.destination import Part
 from kvferry.handoff.holds import check_epoch, handle_of_transfer, is_of_hold
 from kvferry.handoff.messages import (
     Announce,
@@ -40,7 +41,6 @@ from kvferry.handoff.messages import (
     WriteKey,
     Written,
 )
-from kvferry.handoff.part import Part
 from kvferry.handoff.source import Batch, Prompt, SourceWrites, WriteRequest, no_longer_held
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
