@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.execution import route
 from kvferry.execution import source_engines as module
 from kvferry.handoff.messages import FIRST_WEIGHTS, PROTOCOL_VERSION, Directory, Handle, Noted
 from kvferry.handoff.remote_holds import RemoteHold
@@ -146,7 +145,7 @@ def test_an_unexpected_error_is_remembered_too(
         num_plans += 1
         raise MemoryError
 
-    monkeypatch.setattr(route, "Planner", plan_without_end)
+    monkeypatch.setattr(planner, "Planner", plan_without_end)
     first, second = decode.refusal(prefill.hold()), decode.refusal(prefill.hold())
     assert str(first) == str(second)
     assert "MemoryError" in first.message
