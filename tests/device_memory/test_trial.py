@@ -137,7 +137,7 @@ def test_a_transport_that_moves_nothing_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_sums_of_the_device_that_are_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.execution.cell_sums import DeviceCells
+    from kvferry.execution.digests import DeviceCells
 
     sums = DeviceCells.sums
     monkeypatch.setattr(DeviceCells, "sums", lambda self, *given: sums(self, *given) + np.uint64(id(self)))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.execution.cell_sums import CellSums
+from kvferry.execution.digests import CellSums
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import CellGrid, CellMemory

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import PlanError, Reason
-from kvferry.execution.cell_sums import CellSums, DeviceCells
-from kvferry.execution.pair_cells import check_computes, comparable
+from kvferry.execution.digests import CellSums, DeviceCells, check_computes, comparable
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Atom, TokenShare

@@ -8,23 +8,238 @@ The digests of one write are at most :data:`MAX_WORDS` words. Where cells are mo
 stretches of one layer and head, each multiplied by an odd number: a change of one of them changes the word too.
 """
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
 
-from kvferry.arrays import Addresses, Flags, Integers
+from kvferry.arrays import Addresses, Flags, Integers, memory_at
 from kvferry.errors import HandoffError, PlanError, Reason
-from kvferry.execution.cell_sums import MOST_BYTES
-from kvferry.execution.pair_cells import CellPlaces, GroupCells, place_of
+from kvferry.execution import device_memory
 from kvferry.handoff.destination import HeldCut
 from kvferry.handoff.messages import MAX_DIGEST_BYTES, AnnouncedBlocks, WriteKey
 from kvferry.handoff.source import BlockList
-from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, Integrity, draw, mixed, pieces
-from kvferry.plan.planner import PairPlan
+from kvferry.layout.shard import HOST_DEVICE, HeadRange, Shard
+from kvferry.peer_log import PeerLog
+from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, CellMemory, Integrity, Part, draw, mixed, pieces
+from kvferry.plan.match import common, count, without
+from kvferry.plan.planner import GroupPlan, PairPlan
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_BYTES = 1 << 20
+"""Bytes that one call sums: few enough for a core's cache, so that the sum reads them there."""
+
+
+class CellSums:
+    """Sums cells of one part in one rank's memory.
+
+    >>> from kvferry.layout.named_layouts import NamedLayout
+    >>> from kvferry.plan.digest_cells import CellGrid
+    >>> from kvferry.layout.dense import shard_for
+    >>> memory = np.arange(4096, dtype=np.uint8)
+    >>> shard = shard_for(layers=["0"], num_kv_heads=1, head_size=8, itemsize=2, block_size=16, num_blocks=8,
+    ...     layout=NamedLayout.LBHNC, base_address=memory.ctypes.data)
+    >>> grid = CellGrid(shard.groups[0])
+    >>> sums = CellSums(CellMemory(shard, shard.groups[0].components[0], grid, grid.parts[0]))
+    >>> before = sums.sums(np.array([0, 512]), np.array([16, 3]))
+    >>> memory[[5, 512 + 3 * 32]] ^= 1
+    >>> (before == sums.sums(np.array([0, 512]), np.array([16, 3]))).tolist()
+    [False, True]
+    """
+
+    def __init__(self, memory: CellMemory) -> None:
+        self.memory = memory
+
+    def sums(self, places: Integers, num_tokens: Integers | None = None) -> Addresses:
+        """Return the digest of each cell that begins at ``places`` of its region.
+
+        A digest covers the first ``num_tokens`` of its cell; None: all.
+        """
+        memory = self.memory
+        if memory.region.device != HOST_DEVICE:
+            whole = np.full(len(places), self._num_tokens) if num_tokens is None else num_tokens
+            return self._on_device.sums(places, whole)
+        numbers = self._view[places].view(self._number).reshape(len(places), -1)
+        if num_tokens is not None and (short := np.flatnonzero(num_tokens < self._num_tokens)).size:
+            numbers[short] *= memory.tokens < num_tokens[short, None]
+        return np.asarray(np.einsum("cn,n->c", numbers, memory.weights, dtype=np.uint64))
+
+    @cached_property
+    def _number(self) -> np.dtype[np.unsignedinteger]:
+        return np.dtype(f"<u{self.memory.number_bytes}")
+
+    @cached_property
+    def _num_tokens(self) -> int:
+        """The tokens of a cell."""
+        return int(self.memory.tokens.max()) + 1
+
+    @cached_property
+    def _view(self) -> Any:
+        """The region as cells that begin at every byte: an index is a place."""
+        region, run_bytes, loops = self.memory.region, self.memory.run_bytes, self.memory.loops
+        cell_bytes = run_bytes + sum((count - 1) * stride for count, stride in loops)
+        counts, strides = [count for count, _ in loops], [stride for _, stride in loops]
+        num_places = max(0, region.length - cell_bytes + 1)
+        return memory_at(region.base_address, (num_places, *counts), (1, *strides), run_bytes)
+
+    @cached_property
+    def _on_device(self) -> "DeviceCells":
+        return DeviceCells(self.memory, device_memory.as_bytes(self.memory.region))
+
+
+class DeviceCells:
+    """The sums of :class:`CellSums` by torch; ``region`` is the memory's region as bytes."""
+
+    def __init__(self, memory: CellMemory, region: "torch.Tensor") -> None:
+        import torch
+
+        # A GPU loads a number only from a multiple of its size.
+        self._widest = int(np.gcd.reduce([memory.number_bytes, region.data_ptr(), *memory.offsets.tolist()]))
+        self._memory = memory
+        self._region = region
+        self._torch = torch
+
+    def sums(self, places: Integers, num_tokens: Integers) -> Addresses:
+        """Return the digests; waits for the device."""
+        torch, memory, device = self._torch, self._memory, self._region.device
+        narrow = int(np.gcd.reduce(places, initial=self._widest))
+        kinds = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+        numbers = self._region[: len(self._region) // narrow * narrow].view(kinds[narrow])
+        per_run = memory.run_bytes // narrow
+        steps = (memory.offsets[:, None] // narrow + np.arange(per_run)).ravel()
+        first = torch.from_numpy(places // narrow).to(device)
+        gathered = numbers[first[:, None] + torch.from_numpy(steps).to(device)].to(torch.int64)
+        gathered &= (1 << 8 * narrow) - 1
+        weights, tokens = self._by_number(narrow)
+        counted = torch.from_numpy(tokens).to(device) < torch.from_numpy(num_tokens).to(device)[:, None]
+        sums = (gathered * torch.from_numpy(weights.view(np.int64)).to(device) * counted).sum(dim=1)
+        return np.asarray(sums.cpu().numpy().view(np.uint64))
+
+    def _by_number(self, narrow: int) -> tuple[Addresses, Integers]:
+        """Return the weights and tokens of numbers that are ``narrow`` bytes of those of the memory."""
+        memory = self._memory
+        step = memory.number_bytes // narrow
+        shifts = (np.arange(step) * 8 * narrow).astype(np.uint64)
+        return (memory.weights[:, None] << shifts).ravel(), np.repeat(memory.tokens, step)
+
+
+logger = PeerLog(logging.getLogger(__name__))
+
+
+class CellPlaces(NamedTuple):
+    """The cells of one part in one rank's memory.
+
+    ``places`` has the place of each of the source's cells in block and slot 0, in bytes from the region's begin; -1 for
+    those that do not move. A cell's number is its index.
+    """
+
+    sums: CellSums
+    places: Integers
+
+
+class GroupCells:
+    """The cells of one cache group that move between two ranks, and where the destination has them.
+
+    A cell moves where the destination holds its layer and all of its heads. Raises :class:`PlanError` (``unsupported``)
+    where ``full`` is wanted, and cells do not fit the destination's blocks or heads.
+    """
+
+    def __init__(self, plan: PairPlan, group: GroupPlan, grid: CellGrid, wanted: Integrity) -> None:
+        self.name, self.rank_name = group.source_group.name, plan.source.rank_name
+        self.grid, self.wanted = grid, wanted
+        self.destination = group.destination_group
+        if not self.destination.token_share.is_whole:
+            self.refuse(f"holds {self.destination.token_share!r} of the tokens")
+        if wanted is Integrity.FULL and self.destination.block_size % grid.num_tokens:
+            self.refuse(f"has blocks of {self.destination.block_size} tokens, and digests cover {grid.num_tokens}")
+        self.parts = [self._received(plan, group, part) for part in grid.parts]
+
+    def _received(self, plan: PairPlan, group: GroupPlan, part: Part) -> CellPlaces:
+        memory = CellMemory(plan.destination, self.destination.component(part.component.name), self.grid, part)
+        moves = self._moves(part, memory, group.heads.get(part.component.name, ()))
+        places = memory.cells.reshape(-1, len(moves), part.num_slices).copy()
+        places[:, ~moves] = -1
+        return CellPlaces(CellSums(memory), places.ravel())
+
+    def _moves(self, part: Part, memory: CellMemory, carried: Sequence[HeadRange]) -> Flags:
+        """Return which head cells move as a whole."""
+        is_held = memory.first_heads >= 0
+        cells = [part.heads(index) for index in range(len(is_held))] if carried else []
+        moves = is_held & np.array([not without([cell], carried) for cell in cells] or [False] * len(is_held))
+        moving = common(common(carried, part.component.heads), memory.heads)
+        if self.wanted is Integrity.FULL and count(moving) != part.heads_each * int(moves.sum()):
+            self.refuse(f"holds a part of the {part.heads_each} heads of one digest of {part.component.name!r}")
+        return np.asarray(moves)
+
+    def at_source(self, plan: PairPlan) -> list[CellPlaces]:
+        """Return where the source has the cells of each part: it holds all of its own grid."""
+        return [cells_of(plan.source, self.grid, part) for part in self.grid.parts]
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise: not all cells could be compared."""
+        raise PlanError(
+            Reason.UNSUPPORTED,
+            f"group {self.name!r}: integrity cannot be {self.wanted} here: this rank {why}.",
+            'Set "integrity" to "off" or "sample", or use block sizes that are multiples of 16 on both engines.',
+        )
+
+    def mismatch(self, part: int, cell: int, where: str, counts: tuple[int, int]) -> HandoffError:
+        """Return the error of a cell whose bytes differ; ``counts`` are the digests that differ and all compared."""
+        name, (layer, heads) = self.grid.parts[part].component.name, self.grid.parts[part].layer_and_heads(cell)
+        return HandoffError(
+            Reason.INTEGRITY_MISMATCH,
+            f"group {self.name!r}, component {name!r}, layer {layer!r}, heads {heads!r}, {where}: the bytes that "
+            f"arrived are not those of {self.rank_name} ({counts[0]} of {counts[1]} digests differ).",
+            "Send the prompt again; if this repeats, check memory and network of both hosts.",
+        )
+
+
+def cells_of(rank: Shard, grid: CellGrid, part: Part) -> CellPlaces:
+    """Return where a source rank has the cells of one part of its own grid."""
+    memory = CellMemory(rank, part.component, grid, part)
+    return CellPlaces(CellSums(memory), memory.cells)
+
+
+def place_of(grid: CellGrid, tokens: tuple[int, int], blocks: tuple[int, int]) -> str:
+    """Say where a difference is: tokens, half-open, and the destination's first and last block of them."""
+    held = f"block {blocks[0]}" if blocks[0] == blocks[1] else f"block {blocks[0]} and those that follow"
+    return f"the state in {held}" if grid.is_state else f"tokens {tokens[0]} to {tokens[1]} in {held}"
+
+
+def comparable(rank: Shard, wanted: Integrity, *, is_required: bool) -> Integrity:
+    """Return how much of a rank's cache is compared: nothing where that is impossible and not required, and the log
+    says why. Raises :class:`PlanError` (``unsupported``) where it is required.
+    """
+    try:
+        for group in rank.groups if wanted is not Integrity.OFF else ():
+            CellGrid(group)
+    except PlanError as error:
+        if is_required:
+            raise
+        logger.warning("kvferry: nothing is compared of what is loaded from or into this cache: %s", error.message)
+        return Integrity.OFF
+    return wanted
+
+
+def check_computes(computed: Integrity, wanted: Integrity) -> None:
+    """Raise :class:`PlanError` (``unsupported``) where a source computes fewer digests than are ``wanted``."""
+    if _ORDER.index(computed) < _ORDER.index(wanted):
+        raise PlanError(
+            Reason.UNSUPPORTED,
+            f'the decode engine has "integrity": "{wanted}", the prefill engine "{computed}".',
+            "Set at least the decode engine's value on the prefill engine.",
+        )
+
+
+_ORDER = list(Integrity)
+
 
 MAX_WORDS = MAX_DIGEST_BYTES // DIGEST_BYTES
 PER_ADVANCE = 16 << 20

@@ -19,10 +19,9 @@ import msgspec
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.destinations import MAX_INTRODUCED_BYTES, DestinationRank, Destinations
 from kvferry.execution.device import DeferredActions
-from kvferry.execution.digests import PartDigests, WrittenDigests
+from kvferry.execution.digests import PartDigests, WrittenDigests, check_computes
 from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.execution.own_rank import OwnRank
-from kvferry.execution.pair_cells import check_computes
 from kvferry.execution.peers import Peers
 from kvferry.handoff.destination import Part
 from kvferry.handoff.holds import check_epoch, handle_of_transfer, is_of_hold

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.destination import SourceRank
-from kvferry.execution.digests import PartCells
-from kvferry.execution.pair_cells import check_computes
+from kvferry.execution.digests import PartCells, check_computes
 from kvferry.handoff.destination import Part, announced_blocks
 from kvferry.handoff.handshake import decode_shards, fetch_directory, tell_refusal
 from kvferry.handoff.messages import FIRST_WEIGHTS, Directory, Identity
