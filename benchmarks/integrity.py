@@ -27,9 +27,8 @@ from kvferry.cli.console import open_console, progress
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.source import Write
-from kvferry.handoff.destination import Part, announced_blocks
 from kvferry.handoff.messages import WriteKey
-from kvferry.handoff.source import END, BlockList, Prompt, SourceWrites, WriteRequest
+from kvferry.handoff.source import END, BlockList, Part, Prompt, SourceWrites, WriteRequest, announced_blocks
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.destination import Part, announced_blocks
-from kvferry.handoff.source import END, BlockList, SourceWrite, WriteState
+from kvferry.handoff.source import END, BlockList, Part, SourceWrite, WriteState, announced_blocks
 from kvferry.plan.planner import PairPlan, Planner, Span, cut_layers, plan_spans
 from kvferry.plan.request import GroupBlocks
 

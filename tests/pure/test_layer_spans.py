@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from kvferry.arrays import Descriptors
-from kvferry.handoff.destination import Part, announced_blocks
-from kvferry.handoff.source import END, BlockList, SourceWrite, WriteState
+from kvferry.handoff.source import END, BlockList, Part, SourceWrite, WriteState, announced_blocks
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import TensorScale

@@ -23,9 +23,18 @@ from kvferry.execution import digests
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
 from kvferry.execution.job import JobResult, Phase
 from kvferry.execution.source import MAX_PAGE_WRITES, Write
-from kvferry.handoff.destination import Part, announced_blocks
 from kvferry.handoff.messages import AnnouncedBlocks, WriteKey
-from kvferry.handoff.source import END, BlockList, Prompt, SourceWrite, SourceWrites, WriteRequest, WriteState
+from kvferry.handoff.source import (
+    END,
+    BlockList,
+    Part,
+    Prompt,
+    SourceWrite,
+    SourceWrites,
+    WriteRequest,
+    WriteState,
+    announced_blocks,
+)
 from kvferry.layout.dense import Content
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.plan import digest_cells

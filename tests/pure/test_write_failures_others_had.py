@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.destination import Part, announced_blocks
 from kvferry.handoff.messages import WriteKey
-from kvferry.handoff.source import END, BlockList, Prompt, SourceWrite, SourceWrites, WriteRequest, WriteState
+from kvferry.handoff.source import (
+    END,
+    BlockList,
+    Part,
+    Prompt,
+    SourceWrite,
+    SourceWrites,
+    WriteRequest,
+    WriteState,
+    announced_blocks,
+)
 from kvferry.layout.shard import TokenShare
 from kvferry.plan.match import selector_of
 from kvferry.plan.planner import PairPlan, Planner, Span, cut_layers, plan_spans

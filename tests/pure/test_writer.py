@@ -18,7 +18,6 @@ from kvferry.execution.job import Phase
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.source import CHECK_ALIVE_SECONDS, LATE_SECONDS, Write, Writer
 from kvferry.handoff import source as writes_module
-from kvferry.handoff.destination import Part, announced_blocks
 from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.messages import (
     Announce,
@@ -34,7 +33,7 @@ from kvferry.handoff.messages import (
     WriteKey,
     Written,
 )
-from kvferry.handoff.source import END, MOST_KEPT_TEXT, BlockList, Prompt
+from kvferry.handoff.source import END, MOST_KEPT_TEXT, BlockList, Part, Prompt, announced_blocks
 from kvferry.handoff.wire.trust import THIS_MACHINE
 from kvferry.layout.shard import encode_shard
 from kvferry.plan.match import selector_of

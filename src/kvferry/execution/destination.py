@@ -18,7 +18,7 @@ from kvferry.execution.introductions import Introductions, unreachable
 from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
-from kvferry.handoff.destination import DestinationLoad, Part, Step
+from kvferry.handoff.destination import DestinationLoad, Step
 from kvferry.handoff.messages import (
     MAX_ANNOUNCED_BLOCKS,
     Announce,
@@ -35,6 +35,7 @@ from kvferry.handoff.messages import (
     WriteKey,
     Written,
 )
+from kvferry.handoff.source import Part
 from kvferry.layout.shard import HOST_DEVICE
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity

@@ -21,9 +21,8 @@ import numpy as np
 from kvferry.arrays import Addresses, Flags, Integers, memory_at
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution import device_memory
-from kvferry.handoff.destination import HeldCut
 from kvferry.handoff.messages import MAX_DIGEST_BYTES, AnnouncedBlocks, WriteKey
-from kvferry.handoff.source import BlockList
+from kvferry.handoff.source import BlockList, HeldCut
 from kvferry.layout.shard import HOST_DEVICE, HeadRange, Shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import DIGEST_BYTES, CellGrid, CellMemory, Integrity, Part, draw, mixed, pieces

@@ -23,7 +23,6 @@ from kvferry.execution.digests import PartDigests, WrittenDigests, check_compute
 from kvferry.execution.job import JobResult, Phase, clock
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
-from kvferry.handoff.destination import Part
 from kvferry.handoff.holds import check_epoch, handle_of_transfer, is_of_hold
 from kvferry.handoff.messages import (
     Announce,
@@ -40,7 +39,7 @@ from kvferry.handoff.messages import (
     WriteKey,
     Written,
 )
-from kvferry.handoff.source import Batch, Prompt, SourceWrites, WriteRequest, no_longer_held
+from kvferry.handoff.source import Batch, Part, Prompt, SourceWrites, WriteRequest, no_longer_held
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import SHORT_TOKENS, LayerSpans, PairPlan, Span, goes_whole

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.destination import SourceRank
 from kvferry.execution.digests import PartCells, check_computes
-from kvferry.handoff.destination import Part, announced_blocks
 from kvferry.handoff.handshake import decode_shards, fetch_directory, tell_refusal
 from kvferry.handoff.messages import FIRST_WEIGHTS, Directory, Identity
 from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.source import Part, announced_blocks
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unexpected_error
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.layout.shard import Shard

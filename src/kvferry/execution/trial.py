@@ -18,9 +18,8 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution import device_memory
 from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
-from kvferry.handoff.destination import Part, announced_blocks
 from kvferry.handoff.messages import WriteKey
-from kvferry.handoff.source import BlockList, Cut
+from kvferry.handoff.source import BlockList, Cut, Part, announced_blocks
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
