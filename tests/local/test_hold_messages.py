@@ -20,10 +20,9 @@ from kvferry.handoff.messages import (
     Renew,
     Renewed,
 )
-from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.remote_holds import LeaseKeeper, RemoteHold
 from kvferry.handoff.wire import client as client_module
 from kvferry.handoff.wire import hold_messages
-from kvferry.handoff.wire.hold_messages import LeaseKeeper
 from kvferry.handoff.wire.server import Server
 
 from ..waits import wait_until

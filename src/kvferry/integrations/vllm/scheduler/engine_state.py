@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvferry.handoff.holds import Holds
 from kvferry.handoff.messages import EndPoint
-from kvferry.handoff.wire.hold_messages import LeaseKeeper
+from kvferry.handoff.remote_holds import LeaseKeeper
 from kvferry.handoff.wire.trust import Trust
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks

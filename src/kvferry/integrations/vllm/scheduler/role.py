@@ -35,7 +35,7 @@ from kvferry.handoff.messages import (
     Renewed,
     StillWriting,
 )
-from kvferry.handoff.wire.hold_messages import LeaseKeeper
+from kvferry.handoff.remote_holds import LeaseKeeper
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.adapters import hear_of_loads
 from kvferry.integrations.vllm.identity import identity_of
