@@ -31,9 +31,8 @@ from rich.table import Table
 
 from kvferry.handoff.messages import Answer, Handle, Question, Renew, Renewed
 from kvferry.handoff.wire.client import Client
-from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.handoff.wire.server import Server
-from kvferry.handoff.wire.trust import Trust
+from kvferry.handoff.wire.trust import Keys, Trust, make_keys
 
 HOST, EPOCH = "127.0.0.1", 7
 NUM_GARBAGE, NUM_HALF_OPEN, NUM_SLOW = 2000, 600, 100

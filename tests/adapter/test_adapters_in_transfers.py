@@ -15,7 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.handoff.handshake import Adapter
-from kvferry.handoff.wire.keys import make_keys
+from kvferry.handoff.wire.trust import make_keys
 from kvferry.integrations.vllm import adapters
 
 from ..waits import wait_until

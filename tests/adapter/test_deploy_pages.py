@@ -22,7 +22,7 @@ from vllm_router.launch_router import parse_router_args
 
 from kvferry.cli.main import app
 from kvferry.errors import SettingsError
-from kvferry.handoff.wire.keys import Keys, make_keys
+from kvferry.handoff.wire.trust import Keys, make_keys
 from kvferry.integrations.vllm import failed_loads, readiness
 from kvferry.integrations.vllm.plugin import CONNECTORS
 from kvferry.integrations.vllm.settings import Settings, parse_settings

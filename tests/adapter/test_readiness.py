@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
 from kvferry.cli.drain import ask_drain
-from kvferry.handoff.wire.keys import make_keys
+from kvferry.handoff.wire.trust import make_keys
 from kvferry.harness.launch import free_port
 from kvferry.integrations.vllm import readiness
 

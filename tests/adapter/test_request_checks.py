@@ -19,7 +19,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.wire.keys import make_keys
+from kvferry.handoff.wire.trust import make_keys
 from kvferry.integrations.vllm import request_checks
 from kvferry.integrations.vllm.request_checks import check_params, check_requests
 from kvferry.integrations.vllm.scheduler.router_beacon import encode_zmq_address

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.lora.request import LoRARequest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.wire.keys import make_keys
+from kvferry.handoff.wire.trust import make_keys
 from kvferry.integrations.vllm.request_checks import check_params
 
 from .scheduler_requests import FULL, PROMPT, allocated, handle_of, next_step, request, run_prefill

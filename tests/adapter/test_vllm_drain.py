@@ -18,7 +18,7 @@ from vllm.v1.engine.core import EngineShutdownState
 from kvferry.cli import drain as drain_module
 from kvferry.cli.main import app
 from kvferry.handoff.messages import Drain, Release
-from kvferry.handoff.wire.keys import make_keys
+from kvferry.handoff.wire.trust import make_keys
 from kvferry.integrations.vllm.scheduler import source as source_module
 
 from .scheduler_requests import A_RANK, FULL, PROMPT, allocated, handle_of, kept, next_step, request, run_prefill

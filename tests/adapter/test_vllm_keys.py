@@ -13,8 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvferry.errors import HandoffError, Reason, SettingsError
 from kvferry.handoff.messages import EndPoint, Noted, RankEntry, Release
 from kvferry.handoff.wire.client import ask
-from kvferry.handoff.wire.keys import make_keys
-from kvferry.handoff.wire.trust import Trust
+from kvferry.handoff.wire.trust import Trust, make_keys
 from kvferry.integrations.vllm.scheduler.params import parse_params, read_params, signed_bytes
 from kvferry.integrations.vllm.settings import parse_settings, trust_of
 

@@ -37,8 +37,8 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import END, BlockList, Prompt
-from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.handoff.wire.server import Server
+from kvferry.handoff.wire.trust import Keys, make_keys
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.blocks import group_name
 from kvferry.integrations.vllm.settings import Settings

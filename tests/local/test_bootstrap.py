@@ -19,7 +19,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint
 from kvferry.handoff.wire import background, bootstrap
 from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Entry, Offer, query, signed
-from kvferry.handoff.wire.keys import make_keys
+from kvferry.handoff.wire.trust import make_keys
 
 from ..waits import wait_until
 

@@ -25,8 +25,8 @@ from kvferry.cli.demo_offload import OffloadDemo, OffloadOptions
 from kvferry.cli.doctor import Finding, Health
 from kvferry.cli.main import Commands, app, main
 from kvferry.handoff.messages import Draining
-from kvferry.handoff.wire.keys import make_keys
 from kvferry.handoff.wire.server import Server
+from kvferry.handoff.wire.trust import make_keys
 from kvferry.harness import launch, virtual_hosts
 from kvferry.harness.launch import Role
 

@@ -16,9 +16,8 @@ import pytest
 from kvferry.handoff.messages import Answer, Handle, Question, Renew, Renewed
 from kvferry.handoff.wire import connection as connection_module
 from kvferry.handoff.wire.client import Client
-from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.handoff.wire.server import Server
-from kvferry.handoff.wire.trust import Trust
+from kvferry.handoff.wire.trust import Keys, Trust, make_keys
 from kvferry.peer_log import LINES_PER_SECOND
 
 from ..fuzzed_messages import resident_bytes

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from kvferry.cli.main import app
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
-from kvferry.handoff.wire.keys import Keys, make_keys
+from kvferry.handoff.wire.trust import Keys, make_keys
 
 
 @pytest.fixture
@@ -320,6 +320,6 @@ def test_openssl_computes_the_same_fingerprint(keys: Keys) -> None:
 
 
 def test_cryptography_is_imported_only_where_keys_are_used() -> None:
-    program = "import sys, kvferry.handoff.wire.keys; print('cryptography' in sys.modules)"
+    program = "import sys, kvferry.handoff.wire.trust; print('cryptography' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "False"

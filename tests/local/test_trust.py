@@ -20,9 +20,8 @@ from kvferry.handoff.wire import server as server_module
 from kvferry.handoff.wire.bootstrap import query
 from kvferry.handoff.wire.client import Client, ask
 from kvferry.handoff.wire.connection import CONNECTION, Connection, Frame
-from kvferry.handoff.wire.keys import Keys, make_keys
 from kvferry.handoff.wire.server import Server
-from kvferry.handoff.wire.trust import Trust
+from kvferry.handoff.wire.trust import Keys, Trust, make_keys
 
 from ..waits import collect, wait_until
 

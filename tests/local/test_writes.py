@@ -38,10 +38,9 @@ from kvferry.handoff.messages import (
     Written,
 )
 from kvferry.handoff.source import END, BlockList, Prompt
-from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.client import Exchange
 from kvferry.handoff.wire.server import Server
-from kvferry.handoff.wire.trust import Trust
+from kvferry.handoff.wire.trust import Trust, nothing_listens
 from kvferry.layout.shard import encode_shard
 from kvferry.transport.end_points import own_identity
 from kvferry.transport.faults import FaultPlan

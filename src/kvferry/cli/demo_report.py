@@ -4,7 +4,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,6 @@ class DemoReport:
     num_hosts: int = 1
     processes_left: int = 0
     failures: tuple[str, ...] = ()
-    problems: tuple[str, ...] = field(default=())
 
     def total(self, name: str) -> Any:
         """Return the sum of one column."""
@@ -131,9 +130,87 @@ class DemoReport:
                 "seconds_until_free": round(self.seconds_until_free, 3),
                 "processes_left": self.processes_left,
             },
-            "problems": list(self.problems),
+            "problems": self.problems,
             "per_request": [{**asdict(line), "computed_tokens": line.computed_tokens} for line in self.lines],
         }
+
+    @property
+    def problems(self) -> list[str]:
+        """Return a sentence about each problem of a run."""
+        problems = [f"request {index}: {line.error}" for index, line in enumerate(self.lines) if line.error]
+        problems += self.failures
+        different = [index for index, line in enumerate(self.lines) if not line.identical]
+        if different:
+            problems.append(f"requests {different} differ from the decode engine alone")
+        recomputed = [index for index, line in enumerate(self.lines) if line.computed_tokens > 1]
+        if recomputed:
+            problems.append(f"the decode engine computed more than one prompt token of requests {recomputed}")
+        logged = self.total("received_tokens")
+        if self.received.received != logged:
+            problems.append(
+                f"the engine's metrics count {self.received.received} received tokens, the transfers {logged}"
+            )
+        if self.received.computed > len(self.lines):
+            problems.append(f"the engine's metrics count {self.received.computed} computed tokens")
+        if self.total("bytes") != self.expected_bytes:
+            problems.append(f"{self.total('bytes')} bytes moved, the sizes of the caches give {self.expected_bytes}")
+        if self.reference.computed != self.total("prompt_tokens"):
+            problems.append("the decode engine did not compute all prompts of the reference")
+        if any(self.cache_usages.values()):
+            problems.append(f"cache blocks are still in use: {dict(self.cache_usages)}")
+        of_one_host = [index for index, line in enumerate(self.lines) if "cma" in line.transport]
+        if self.num_hosts > 1 and of_one_host:
+            problems.append(f"requests {of_one_host} moved by cma, which has no way between hosts")
+        if self.processes_left:
+            problems.append(f"{self.processes_left} processes are left")
+        return problems
+
+    def print(self, console: Console) -> None:
+        """Print a line per request, the totals, the descriptors of a per-layer layout, and the problems."""
+        shape, columns = self.shape, self._columns()
+        title = f"KV cache moved from prefill (TP {shape.prefill_tp}) to decode (TP {shape.decode_tp})"
+        title += f", {self.mode} router"
+        title += f", {self.num_hosts} hosts" if self.num_hosts > 1 else ""
+        table = Table(title=f"{title}, layout {self.layout}, blocks of {shape.block_size} tokens", show_footer=True)
+        for column, total, _ in columns:
+            table.add_column(column, str(total), justify="right")
+        for line in self.lines:
+            table.add_row(*(str(cell(line)) for _, _, cell in columns))
+        console.print(table)
+        console.print(
+            f"{self.total('descriptors')} descriptors; a per-layer layout would have needed "
+            f"{self.per_layer_descriptors}, one for each layer, block and pair of ranks. "
+            f"Expected bytes: {self.expected_bytes}, moved: {self.total('bytes')}."
+        )
+        if self.mode == "concurrent":
+            console.print("A wait begins when the decode engine has blocks, and may include the prefill.")
+        console.print(f"Both caches were free {self.seconds_until_free:.2f} s after the last answer.")
+        for problem in self.problems:
+            console.print(f"[red]problem:[/red] {escape(problem)}")
+
+    def _columns(self) -> list[tuple[str, object, Callable[[RequestLine], object]]]:
+        """Return the title of each column, the total, and a function that returns the cell of a request."""
+
+        def rate(num_bytes: int, seconds: float) -> str:
+            return format_rate(num_bytes, seconds).removesuffix(" GB/s")
+
+        shape, total = self.shape, self.total
+        return [
+            ("tokens", total("prompt_tokens"), lambda line: line.prompt_tokens),
+            ("received", self.received.received, lambda line: line.received_tokens),
+            ("computed", self.received.computed, lambda line: line.computed_tokens),
+            ("bytes", format_bytes(total("bytes")), lambda line: format_bytes(line.bytes)),
+            ("descriptors", total("descriptors"), lambda line: line.descriptors),
+            ("per layer", self.per_layer_descriptors, lambda line: shape.per_layer_descriptors(line.prompt_tokens)),
+            ("wait ms", "", lambda line: f"{line.wait_seconds * 1e3:.1f}"),
+            (
+                "GB/s",
+                rate(total("bytes"), total("transfer_seconds")),
+                lambda line: rate(line.bytes, line.transfer_seconds),
+            ),
+            ("by", "", lambda line: line.transport),
+            ("identical", f"{total('identical')} of {len(self.lines)}", lambda line: "yes" if line.identical else "NO"),
+        ]
 
 
 def read_transfer_log(path: Path) -> dict[str, MovedCache]:
@@ -179,82 +256,6 @@ def _add_ranks(ranks: Sequence[Mapping[str, Any]]) -> MovedCache:
     )
 
 
-def find_problems(report: DemoReport) -> list[str]:
-    """Return a sentence about each problem of a run."""
-    problems = [f"request {index}: {line.error}" for index, line in enumerate(report.lines) if line.error]
-    problems += report.failures
-    different = [index for index, line in enumerate(report.lines) if not line.identical]
-    if different:
-        problems.append(f"requests {different} differ from the decode engine alone")
-    recomputed = [index for index, line in enumerate(report.lines) if line.computed_tokens > 1]
-    if recomputed:
-        problems.append(f"the decode engine computed more than one prompt token of requests {recomputed}")
-    logged = report.total("received_tokens")
-    if report.received.received != logged:
-        problems.append(
-            f"the engine's metrics count {report.received.received} received tokens, the transfers {logged}"
-        )
-    if report.received.computed > len(report.lines):
-        problems.append(f"the engine's metrics count {report.received.computed} computed tokens")
-    if report.total("bytes") != report.expected_bytes:
-        problems.append(f"{report.total('bytes')} bytes moved, the sizes of the caches give {report.expected_bytes}")
-    if report.reference.computed != report.total("prompt_tokens"):
-        problems.append("the decode engine did not compute all prompts of the reference")
-    if any(report.cache_usages.values()):
-        problems.append(f"cache blocks are still in use: {dict(report.cache_usages)}")
-    of_one_host = [index for index, line in enumerate(report.lines) if "cma" in line.transport]
-    if report.num_hosts > 1 and of_one_host:
-        problems.append(f"requests {of_one_host} moved by cma, which has no way between hosts")
-    if report.processes_left:
-        problems.append(f"{report.processes_left} processes are left")
-    return problems
-
-
-def print_report(report: DemoReport, console: Console) -> None:
-    """Print a line per request, the totals, the descriptors of a per-layer layout, and the problems."""
-    shape, columns = report.shape, _columns(report)
-    title = f"KV cache moved from prefill (TP {shape.prefill_tp}) to decode (TP {shape.decode_tp})"
-    title += f", {report.mode} router"
-    title += f", {report.num_hosts} hosts" if report.num_hosts > 1 else ""
-    table = Table(title=f"{title}, layout {report.layout}, blocks of {shape.block_size} tokens", show_footer=True)
-    for column, total, _ in columns:
-        table.add_column(column, str(total), justify="right")
-    for line in report.lines:
-        table.add_row(*(str(cell(line)) for _, _, cell in columns))
-    console.print(table)
-    console.print(
-        f"{report.total('descriptors')} descriptors; a per-layer layout would have needed "
-        f"{report.per_layer_descriptors}, one for each layer, block and pair of ranks. "
-        f"Expected bytes: {report.expected_bytes}, moved: {report.total('bytes')}."
-    )
-    if report.mode == "concurrent":
-        console.print("A wait begins when the decode engine has blocks, and may include the prefill.")
-    console.print(f"Both caches were free {report.seconds_until_free:.2f} s after the last answer.")
-    for problem in report.problems:
-        console.print(f"[red]problem:[/red] {escape(problem)}")
-
-
-def _columns(report: DemoReport) -> list[tuple[str, object, Callable[[RequestLine], object]]]:
-    """Return the title of each column, the total, and a function that returns the cell of a request."""
-
-    def rate(num_bytes: int, seconds: float) -> str:
-        return format_rate(num_bytes, seconds).removesuffix(" GB/s")
-
-    shape, total = report.shape, report.total
-    return [
-        ("tokens", total("prompt_tokens"), lambda line: line.prompt_tokens),
-        ("received", report.received.received, lambda line: line.received_tokens),
-        ("computed", report.received.computed, lambda line: line.computed_tokens),
-        ("bytes", format_bytes(total("bytes")), lambda line: format_bytes(line.bytes)),
-        ("descriptors", total("descriptors"), lambda line: line.descriptors),
-        ("per layer", report.per_layer_descriptors, lambda line: shape.per_layer_descriptors(line.prompt_tokens)),
-        ("wait ms", "", lambda line: f"{line.wait_seconds * 1e3:.1f}"),
-        ("GB/s", rate(total("bytes"), total("transfer_seconds")), lambda line: rate(line.bytes, line.transfer_seconds)),
-        ("by", "", lambda line: line.transport),
-        ("identical", f"{total('identical')} of {len(report.lines)}", lambda line: "yes" if line.identical else "NO"),
-    ]
-
-
 MOST_COMPUTED = 0.1
 """The part of the prompt tokens that a pass may compute whose blocks are stored."""
 
@@ -289,7 +290,6 @@ class OffloadReport:
     blocks_on_disk: int
     cache_usage: float
     processes_left: int
-    problems: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``--json`` prints."""
@@ -299,47 +299,46 @@ class OffloadReport:
             "blocks_on_disk": self.blocks_on_disk,
             "passes": [asdict(line) for line in self.lines],
             "leaks": {"cache_usage": self.cache_usage, "processes_left": self.processes_left},
-            "problems": list(self.problems),
+            "problems": self.problems,
         }
 
+    @property
+    def problems(self) -> list[str]:
+        """Return a sentence about each problem of a run."""
+        problems = [f"{line.name}: {error}" for line in self.lines for error in line.errors]
+        for line in self.lines:
+            if line.identical != line.requests:
+                differing = line.requests - line.identical
+                problems.append(
+                    f"{line.name}: {differing} of {line.requests} answers differ from the engine without offload"
+                )
+            if line.computed + line.own_cache + line.loaded != line.prompt_tokens:
+                problems.append(f"{line.name}: the engine's counts do not add up to {line.prompt_tokens} prompt tokens")
+        _, _, second, restarted = self.lines
+        for line in (second, restarted):
+            if line.computed >= MOST_COMPUTED * line.prompt_tokens:
+                problems.append(f"{line.name}: {line.computed} of {line.prompt_tokens} prompt tokens were computed")
+        if not restarted.from_disk:
+            problems.append(f"{restarted.name}: nothing came from the disk tier")
+        if self.cache_usage:
+            problems.append(f"cache blocks are still in use: {self.cache_usage:.3f} of the engine's cache")
+        if self.processes_left:
+            problems.append(f"{self.processes_left} processes are left")
+        return problems
 
-def find_offload_problems(report: OffloadReport) -> list[str]:
-    """Return a sentence about each problem of a run."""
-    problems = [f"{line.name}: {error}" for line in report.lines for error in line.errors]
-    for line in report.lines:
-        if line.identical != line.requests:
-            differing = line.requests - line.identical
-            problems.append(
-                f"{line.name}: {differing} of {line.requests} answers differ from the engine without offload"
-            )
-        if line.computed + line.own_cache + line.loaded != line.prompt_tokens:
-            problems.append(f"{line.name}: the engine's counts do not add up to {line.prompt_tokens} prompt tokens")
-    _, _, second, restarted = report.lines
-    for line in (second, restarted):
-        if line.computed >= MOST_COMPUTED * line.prompt_tokens:
-            problems.append(f"{line.name}: {line.computed} of {line.prompt_tokens} prompt tokens were computed")
-    if not restarted.from_disk:
-        problems.append(f"{restarted.name}: nothing came from the disk tier")
-    if report.cache_usage:
-        problems.append(f"cache blocks are still in use: {report.cache_usage:.3f} of the engine's cache")
-    if report.processes_left:
-        problems.append(f"{report.processes_left} processes are left")
-    return problems
-
-
-def print_offload_report(report: OffloadReport, console: Console) -> None:
-    """Print a line per pass and the problems."""
-    title = f"Prompt tokens by origin, as vLLM counts them; blocks of {report.block_size} tokens"
-    table = Table(title=title)
-    table.add_column("pass")
-    for column in ("prompt tokens", "computed", "own cache", "host memory", "disk", "seconds", "identical"):
-        table.add_column(column, justify="right")
-    for line in report.lines:
-        table.add_row(line.name, *_cells(line))
-    console.print(table)
-    console.print(f"{report.blocks_on_disk} blocks were on disk when the engine was killed.", highlight=False)
-    for problem in report.problems:
-        console.print(f"[red]problem:[/red] {escape(problem)}")
+    def print(self, console: Console) -> None:
+        """Print a line per pass and the problems."""
+        title = f"Prompt tokens by origin, as vLLM counts them; blocks of {self.block_size} tokens"
+        table = Table(title=title)
+        table.add_column("pass")
+        for column in ("prompt tokens", "computed", "own cache", "host memory", "disk", "seconds", "identical"):
+            table.add_column(column, justify="right")
+        for line in self.lines:
+            table.add_row(line.name, *_cells(line))
+        console.print(table)
+        console.print(f"{self.blocks_on_disk} blocks were on disk when the engine was killed.", highlight=False)
+        for problem in self.problems:
+            console.print(f"[red]problem:[/red] {escape(problem)}")
 
 
 def _cells(line: PassLine) -> Sequence[str]:

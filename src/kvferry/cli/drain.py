@@ -10,7 +10,7 @@ import typer
 from kvferry.cli.console import AsJson, progress, refused
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import Drain, Draining
-from kvferry.handoff.wire.addresses import parse_place
+from kvferry.handoff.wire.trust import parse_place
 
 ASK_SECONDS = 5.0
 POLL_SECONDS = 0.5
@@ -81,8 +81,7 @@ def ask_drain(engine: str, keys: Path | None, *, begin: bool) -> Draining:
     :class:`Keys`.
     """
     from kvferry.handoff.wire.client import ask
-    from kvferry.handoff.wire.keys import Keys
-    from kvferry.handoff.wire.trust import Trust
+    from kvferry.handoff.wire.trust import Keys, Trust
 
     host, port = parse_end_point(engine)
     trust = Trust(None if keys is None else Keys(keys))

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.console import AsJson, help_alone, open_console, refused
-from kvferry.handoff.wire.keys import Keys, make_keys
+from kvferry.handoff.wire.trust import Keys, make_keys
 
 keys = typer.Typer(
     name="keys",

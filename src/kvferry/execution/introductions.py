@@ -18,8 +18,8 @@ from kvferry.handoff.messages import (
     Refusal,
     encode,
 )
-from kvferry.handoff.wire.addresses import is_loopback
 from kvferry.handoff.wire.client import Exchange
+from kvferry.handoff.wire.trust import is_loopback
 from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.processes import is_on_this_host
 

@@ -2,9 +2,8 @@
 
 from kvferry.errors import KVFerryError
 from kvferry.handoff.messages import Bounded, EndPoint
-from kvferry.handoff.wire.addresses import nothing_listens
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
-from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
+from kvferry.handoff.wire.trust import THIS_MACHINE, Trust, nothing_listens
 from kvferry.layout.shard import HOST_DEVICE
 from kvferry.transport.end_points import ProcessIdentity
 from kvferry.transport.processes import Process, hold_process, is_on_this_host, is_visible

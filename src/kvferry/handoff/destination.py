@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.holds import is_of_hold
 from kvferry.handoff.messages import EndPoint
-from kvferry.handoff.wire.addresses import in_url
+from kvferry.handoff.wire.trust import in_url
 
 REVOKE_SECONDS = 0.05
 """Seconds from an answer that says "still writing" to the next revocation."""

@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.handshake import AdapterDigest
-from kvferry.handoff.wire.addresses import check_host
+from kvferry.handoff.wire.trust import check_host
 from kvferry.transport.end_points import ProcessIdentity
 
 PROTOCOL_VERSION = 1

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvferry.errors import Reason
-from kvferry.handoff.wire.addresses import in_url
+from kvferry.handoff.wire.trust import in_url
 from kvferry.harness.child_process import ChildProcess, LaunchError, stop_all
 from kvferry.harness.virtual_hosts import VirtualHost
 from kvferry.integrations.vllm.waiting_workers import VARIABLE as SLEEPING_WORKERS

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.handoff.wire.keys import make_keys
+from kvferry.handoff.wire.trust import make_keys
 from kvferry.harness.launch import (
     EngineSettings,
     Server,

@@ -27,10 +27,8 @@ import msgspec
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.handshake import Versions, agree
 from kvferry.handoff.messages import Bounded, EndPoint, Identifier, Unsigned
-from kvferry.handoff.wire.addresses import bare, is_ipv6, parse_place
 from kvferry.handoff.wire.background import BackgroundCalls
-from kvferry.handoff.wire.keys import SIGNATURE_PATTERN, Keys
-from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
+from kvferry.handoff.wire.trust import SIGNATURE_PATTERN, THIS_MACHINE, Keys, Trust, bare, is_ipv6, parse_place
 from kvferry.peer_log import PeerLog
 
 logger = PeerLog(logging.getLogger(__name__))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import Refusal, encode
-from kvferry.handoff.wire.keys import Keys
+from kvferry.handoff.wire.trust import Keys
 
 READ_BYTES = 64 << 10
 """Read, or sent, at a time."""

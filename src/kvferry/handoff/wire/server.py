@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import messages as protocol
 from kvferry.handoff.messages import Answer, Question, Refusal
-from kvferry.handoff.wire.addresses import bare, is_ipv6
 from kvferry.handoff.wire.connection import Connection, Frame, most_connections
-from kvferry.handoff.wire.keys import Keys
+from kvferry.handoff.wire.trust import Keys, bare, is_ipv6
 from kvferry.peer_log import PeerLog
 
 logger = PeerLog(logging.getLogger(__name__))

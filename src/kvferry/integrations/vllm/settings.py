@@ -9,17 +9,18 @@ import msgspec
 
 from kvferry.errors import Reason, SettingsError, did_you_mean
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Identifier, as_peers_read
-from kvferry.handoff.wire.addresses import (
+from kvferry.handoff.wire.trust import (
     EVERY_INTERFACE,
     LAST_PORT,
+    Keys,
+    Trust,
+    as_network,
     check_host,
     host_meant,
     is_loopback,
     is_wildcard,
     parse_place,
 )
-from kvferry.handoff.wire.keys import Keys
-from kvferry.handoff.wire.trust import Trust, as_network
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import Integrity
 from kvferry.transport.network import THIS_HOST

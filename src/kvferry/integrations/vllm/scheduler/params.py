@@ -18,8 +18,7 @@ from kvferry.handoff.holds import Hold, is_of_hold
 from kvferry.handoff.messages import Handle, LeaseSeconds, Name, Unsigned
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import Prompt
-from kvferry.handoff.wire.addresses import check_host
-from kvferry.handoff.wire.keys import Keys
+from kvferry.handoff.wire.trust import Keys, check_host
 from kvferry.integrations.vllm.scheduler.engine_state import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
 from kvferry.layout.shard import MAX_BLOCK_SIZE, MAX_GROUPS

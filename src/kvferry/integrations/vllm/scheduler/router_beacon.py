@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.handoff.wire.addresses import bare, in_url, is_ipv6, parse_place
+from kvferry.handoff.wire.trust import bare, in_url, is_ipv6, parse_place
 
 BEAT_SECONDS = 1.0
 FORGOTTEN_SECONDS = 6.0

@@ -19,8 +19,8 @@ from kvferry.handoff.handshake import NO_ADAPTER, OURS, Adapter
 from kvferry.handoff.holds import Hold, is_of_hold
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH
 from kvferry.handoff.source import END, Prompt
-from kvferry.handoff.wire.addresses import in_url
 from kvferry.handoff.wire.bootstrap import BootstrapServer, Offer, id_in_epoch, signed
+from kvferry.handoff.wire.trust import in_url
 from kvferry.integrations.vllm.scheduler.blocks import (
     GroupShape,
     blocks_up_to,

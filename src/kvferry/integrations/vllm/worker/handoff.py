@@ -15,8 +15,8 @@ from kvferry.execution.source_engines import SourceEngines
 from kvferry.handoff.holds import TRANSFER_GENERATION, engine_drains
 from kvferry.handoff.messages import Answer, EndPoint, Question, Release, WriteFailed, Written
 from kvferry.handoff.source import Prompt
-from kvferry.handoff.wire.keys import Keys
 from kvferry.handoff.wire.server import Server
+from kvferry.handoff.wire.trust import Keys
 from kvferry.integrations.vllm.step import EPOCH_BITS, PromptLoad, StepMetadata
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import LayerSpans
