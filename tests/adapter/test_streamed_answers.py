@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from kvferry.integrations.vllm import streamed_answers
+from kvferry.integrations.vllm import request_checks
 from kvferry.integrations.vllm.request_checks import check_requests
 from kvferry.integrations.vllm.versions import streams_name_holds
 
@@ -214,5 +214,5 @@ def test_streams_are_wrapped_once_and_only_where_vllm_names_no_holds(monkeypatch
     Answering(OpenAIServingChat, ANSWER).events()
     assert OpenAIServingChat.chat_completion_stream_generator is wrapped
     monkeypatch.setattr(OpenAIServingChat, METHODS[OpenAIServingChat], inspect.unwrap(wrapped))
-    monkeypatch.setattr(streamed_answers, "streams_name_holds", lambda: True)
+    monkeypatch.setattr(request_checks, "streams_name_holds", lambda: True)
     assert params_in(chunks_of(Answering(OpenAIServingChat, ANSWER).events())) == []

@@ -15,8 +15,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import MAX_REQUESTS_PER_MESSAGE, Answer, Handle, Noted, Question, Refusal, Release, encode
 from kvferry.handoff.wire import client as client_module
 from kvferry.handoff.wire.client import Client, ask
-from kvferry.handoff.wire.connection import Connection, Frame
-from kvferry.handoff.wire.server import Server
+from kvferry.handoff.wire.server import Connection, Frame, Server
 from kvferry.handoff.wire.trust import Trust
 
 from ..waits import collect, wait_until

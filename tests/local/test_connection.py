@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.wire import connection as connection_module
-from kvferry.handoff.wire.connection import Connection, Frame
+from kvferry.handoff.wire.server import Connection, Frame
 from kvferry.handoff.wire.trust import Keys, make_keys
 
 HOST = "127.0.0.1"

@@ -33,8 +33,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.wire import server as server_module
 from kvferry.handoff.wire.client import Client, ask
-from kvferry.handoff.wire.connection import Frame
-from kvferry.handoff.wire.server import Server
+from kvferry.handoff.wire.server import Frame, Server
 
 from ..waits import wait_until
 

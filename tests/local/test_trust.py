@@ -19,8 +19,7 @@ from kvferry.handoff.wire import client as client_module
 from kvferry.handoff.wire import server as server_module
 from kvferry.handoff.wire.bootstrap import query
 from kvferry.handoff.wire.client import Client, ask
-from kvferry.handoff.wire.connection import CONNECTION, Connection, Frame
-from kvferry.handoff.wire.server import Server
+from kvferry.handoff.wire.server import CONNECTION, Connection, Frame, Server
 from kvferry.handoff.wire.trust import Keys, Trust, make_keys
 
 from ..waits import collect, wait_until

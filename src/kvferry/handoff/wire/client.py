@@ -22,7 +22,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import messages as protocol
 from kvferry.handoff.messages import Answer, Question, Refusal
 from kvferry.handoff.wire.background import BackgroundCalls
-from kvferry.handoff.wire.connection import CONNECTION, Connection, Frame, connect, most_connections
+from kvferry.handoff.wire.server import CONNECTION, Connection, Frame, connect, most_connections
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.peer_log import PeerLog
 

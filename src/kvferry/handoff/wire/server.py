@@ -1,23 +1,331 @@
 """The control end point of an engine or rank: a thread that answers questions and survives any question and any peer.
 
-What peers can make the server keep is bounded (:mod:`kvferry.handoff.wire.connection`).
+What peers can make the server keep is bounded (:mod:`kvferry.handoff.wire.server`).
 """
 
 import errno
 import logging
 import os
+import resource
 import selectors
 import socket
+import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from struct import Struct
+from typing import NamedTuple
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import messages as protocol
-from kvferry.handoff.messages import Answer, Question, Refusal
-from kvferry.handoff.wire.connection import Connection, Frame, most_connections
+from kvferry.handoff.messages import Answer, Question, Refusal, encode
 from kvferry.handoff.wire.trust import Keys, bare, is_ipv6
 from kvferry.peer_log import PeerLog
+
+READ_BYTES = 64 << 10
+"""Read, or sent, at a time."""
+PATIENCE_SECONDS = 10
+"""How long a peer may take to shake hands and ask its first question, to finish a frame, or to take one."""
+CONNECTION = 0
+"""The number of a refusal that is of the whole connection."""
+_HEADER = Struct(">IQ")
+_LENGTH_BYTES = 4
+_TLS_RECORDS = range(20, 25)
+"""First bytes of what TLS sends; the first byte of a frame is that of its length, 0 or 1."""
+_TLS_ALERT, _TLS_HANDSHAKE = 21, 22
+_OTHER_PEER = "Check which program connects to this port: it is for kvferry's engines."
+_KEYS = 'Give both engines the setting "keys" with folders that trust each other, or neither of them.'
+_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"})
+"""What OpenSSL calls bytes that are no TLS: a refusal of a peer without keys."""
+NAMED_DIGITS = 16
+"""Digits of a certificate's fingerprint in messages."""
+
+
+class Frame(NamedTuple):
+    """A message and the number of its question."""
+
+    number: int
+    message: bytes
+
+
+class Connection:
+    """A connection that was accepted, or one that :func:`connect` has begun.
+
+    ``host`` is the peer's address, ``max_bytes`` bounds a received message. An accepted peer ``must_ask``: one that
+    says nothing is given up. :meth:`advance`, :meth:`send` and :meth:`take` raise :class:`HandoffError` or
+    :class:`OSError`, which end the connection.
+    """
+
+    def __init__(self, peer: socket.socket, host: str, max_bytes: int, keys: Keys | None, *, must_ask: bool) -> None:
+        peer.setblocking(False)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket = peer
+        self.host = host
+        self.is_open = False
+        self.wants_write = not must_ask
+        self.has_asked = not must_ask
+        self._is_server = must_ask
+        self._max_bytes, self._keys = max_bytes, keys
+        self._received = bytearray()
+        self._unsent: deque[memoryview] = deque()
+        self.num_unsent = 0
+        self.heard_at = 0.0
+        """When the connection was opened, or last brought bytes, by the monotonic clock."""
+        self._seconds = 0
+        # TLS shows no certificate that it does not trust, and none any more after an alert.
+        self._peers_name = "one that TLS does not show"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes kept of unfinished frames in both directions."""
+        return len(self._received) + self.num_unsent
+
+    @property
+    def num_received(self) -> int:
+        """Bytes kept of unfinished frames of the peer."""
+        return len(self._received)
+
+    @property
+    def events(self) -> int:
+        """The events of a selector to wait for: a peer that has not taken its answer is asked for nothing more."""
+        if self._is_server:
+            return selectors.EVENT_WRITE if self.wants_write else selectors.EVENT_READ
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self.wants_write else 0)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way: the connection is open, and every frame whole."""
+        return self.is_open and self.has_asked and not self._received and not self._unsent
+
+    @property
+    def has_more(self) -> bool:
+        """Whether :meth:`take` has something to do that the kernel does not announce: the bytes lie in this process."""
+        pending = self.socket.pending() if isinstance(self.socket, ssl.SSLSocket) and self.is_open else 0
+        return pending > 0 or self._has_whole_frame()
+
+    def advance(self) -> bool:
+        """Go on connecting and shaking hands; return whether frames can be exchanged."""
+        if self.is_open:
+            return True
+        # An accepted connection that was reset may still have an alert of TLS to read, which says why.
+        if not self._is_server:
+            if (error := self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) != 0:
+                raise OSError(error, "cannot connect")
+            if not self._is_connected():
+                return False
+        if self._keys is not None and not self._shake_hands(self._keys):
+            return False
+        self.is_open, self.wants_write, self.heard_at = True, bool(self._unsent), time.monotonic()
+        return True
+
+    def put(self, frame: Frame) -> None:
+        """Queue a frame; :meth:`send` sends it."""
+        data = _HEADER.pack(len(frame.message), frame.number) + frame.message
+        self._unsent.append(memoryview(data))
+        self.num_unsent += len(data)
+        self.wants_write = True
+
+    def send(self) -> bool:
+        """Send what is queued, as far as the kernel takes it; return whether all of it is sent."""
+        try:
+            while self._unsent:
+                first = self._unsent[0]
+                num_sent = self.socket.send(first[:READ_BYTES])
+                self.num_unsent -= num_sent
+                first = first[num_sent:]
+                if first:
+                    self._unsent[0] = first
+                else:
+                    self._unsent.popleft()
+                    self._seconds = 0
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            self.wants_write = True
+            return False
+        except ssl.SSLWantReadError:
+            self.wants_write = False
+            return False
+        except ssl.SSLError as error:
+            raise self._tls_failed(error) from error
+        self.wants_write = False
+        return True
+
+    def take(self) -> Frame | None:
+        """Return the next frame, reading at most ``READ_BYTES``; None while it is not whole.
+
+        Raises :class:`HandoffError`: malformed-message as soon as the peer announces a longer message than allowed,
+        permission-denied where one side speaks TLS and the other does not; :class:`ConnectionError` at the end.
+        """
+        if not self._has_whole_frame():
+            self._read()
+        self._check()
+        if not self._has_whole_frame():
+            return None
+        length, number = _HEADER.unpack_from(self._received)
+        end = _HEADER.size + length
+        with memoryview(self._received) as view:
+            message = bytes(view[_HEADER.size : end])
+        del self._received[:end]
+        self.has_asked, self._seconds = True, 0
+        return Frame(number, message)
+
+    def count_second(self) -> None:
+        """Note that a second has passed in which the peer could go on.
+
+        Raises :class:`HandoffError` (deadline-exceeded) for a peer that has left something unfinished for
+        ``PATIENCE_SECONDS``. Seconds are counted, and no clock read, so that a process that was stopped, or busy, does
+        not take its own time for its peers'.
+        """
+        self._seconds = 0 if self.is_idle else self._seconds + 1
+        if self._seconds > PATIENCE_SECONDS:
+            what = "to ask" if not self.has_asked else "to connect" if not self.is_open else "for a message"
+            raise HandoffError(
+                Reason.DEADLINE_EXCEEDED, f"the peer took more than {PATIENCE_SECONDS} s {what}.", _OTHER_PEER
+            )
+
+    def refuse(self, error: HandoffError) -> None:
+        """Tell the peer why the connection is closed, as far as the peer takes it at once."""
+        with suppress(OSError, HandoffError):
+            self.put(Frame(CONNECTION, encode(Refusal.of(error))))
+            self.send()
+
+    def close(self) -> None:
+        """Close the socket; twice is fine."""
+        self.socket.close()
+
+    def _is_connected(self) -> bool:
+        try:
+            self.socket.getpeername()
+        except OSError:
+            return False
+        return True
+
+    def _shake_hands(self, keys: Keys) -> bool:
+        if not isinstance(self.socket, ssl.SSLSocket):
+            if self._is_server and not self._begins_tls():
+                return False
+            context = keys.server_context if self._is_server else keys.client_context
+            self.socket = context.wrap_socket(self.socket, server_side=self._is_server, do_handshake_on_connect=False)
+        try:
+            self.socket.do_handshake()
+        except ssl.SSLWantReadError:
+            self.wants_write = False
+            return False
+        except ssl.SSLWantWriteError:
+            self.wants_write = True
+            return False
+        except ssl.SSLError as error:
+            raise self._tls_failed(error) from error
+        self._peers_name = keys.check_peer(self.socket.getpeercert(binary_form=True))[:NAMED_DIGITS]
+        return True
+
+    def _begins_tls(self) -> bool:
+        """Return whether the peer begins a handshake. Raises :class:`HandoffError` for one without TLS, as which it
+        can be told why: OpenSSL would close the connection without a word.
+        """
+        try:
+            first = self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        if not first:
+            raise ConnectionError("the peer has closed the connection")
+        if first[0] != _TLS_HANDSHAKE:
+            has = f"has them (certificate {self._own_name})"
+            raise _one_has_keys(f"the engine that listens {has}, the one that connects has none")
+        return True
+
+    @property
+    def _own_name(self) -> str:
+        return "" if self._keys is None else self._keys.fingerprint[:NAMED_DIGITS]
+
+    def _tls_failed(self, error: ssl.SSLError) -> Exception:
+        """Return what an error of TLS means: the end of the connection, or a peer that is not trusted."""
+        if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+            return ConnectionError("the peer has closed the connection")
+        if error.reason in _NO_TLS and not self._is_server:
+            has = f"has them (certificate {self._own_name})"
+            return _one_has_keys(
+                f"the engine that listens does not speak TLS: it has none, or is no kvferry engine; the one that "
+                f"connects {has}"
+            )
+        why = getattr(error, "verify_message", "") or (error.reason or str(error)).replace("_", " ").lower()
+        refuses = (
+            "this side does not trust the peer" if isinstance(error, ssl.SSLCertVerificationError) else "TLS fails"
+        )
+        refuses = "the peer does not trust this side" if "ALERT" in (error.reason or "") else refuses
+        return HandoffError(
+            Reason.PERMISSION_DENIED,
+            f"{refuses}: {why}: certificate: this side has {self._own_name}, the peer has {self._peers_name}.",
+            "Copy each engine's certificate.pem into the other's folder trusted/ (\"kvferry keys show FOLDER\" names "
+            "both), or give both engines one folder, and start them again.",
+        )
+
+    def _read(self) -> None:
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return
+        except ssl.SSLWantWriteError:
+            self.wants_write = True
+            return
+        except ssl.SSLError as error:
+            raise self._tls_failed(error) from error
+        if not data:
+            raise ConnectionError("the peer has closed the connection")
+        self._received += data
+        self.heard_at = time.monotonic()
+
+    def _has_whole_frame(self) -> bool:
+        if len(self._received) < _HEADER.size:
+            return False
+        length: int = _HEADER.unpack_from(self._received)[0]
+        return len(self._received) >= _HEADER.size + length
+
+    def _check(self) -> None:
+        """Raise :class:`HandoffError` where the received bytes begin no frame that is allowed."""
+        first = self._received[0] if self._received else 0
+        if self._keys is None and first in _TLS_RECORDS:
+            sides = ("connects", "listens") if self._is_server else ("listens", "connects")
+            speaks = "refuses TLS without keys" if first == _TLS_ALERT else "speaks TLS"
+            raise _one_has_keys(f"the engine that {sides[0]} has them: it {speaks}, the one that {sides[1]} has none")
+        length = int.from_bytes(self._received[:_LENGTH_BYTES], "big")
+        if len(self._received) >= _LENGTH_BYTES and length > self._max_bytes:
+            raise HandoffError(
+                Reason.MALFORMED_MESSAGE,
+                f"the peer announces a message of {length} bytes, at most {self._max_bytes} are allowed.",
+                _OTHER_PEER,
+            )
+
+
+def connect(address: str, port: int, max_bytes: int, keys: Keys | None) -> Connection:
+    """Begin to connect to a numeric address. Raises :class:`OSError`."""
+    peer = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection = Connection(peer, address, max_bytes, keys, must_ask=False)
+        peer.connect((address, port))
+    except BlockingIOError:
+        pass
+    except BaseException:
+        peer.close()
+        raise
+    return connection
+
+
+def most_connections(most: int, share: float) -> int:
+    """Return a bound of connections: ``most``, or this share of the files that the process may open, if fewer.
+
+    >>> most_connections(2, 0.5)
+    2
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if files == resource.RLIM_INFINITY else max(1, min(most, int(files * share)))
+
+
+def _one_has_keys(who: str) -> HandoffError:
+    """Return the refusal, in words that hold on both sides: the refusing side sends them to the other one."""
+    return HandoffError(Reason.PERMISSION_DENIED, f"one of two engines has keys: {who}.", _KEYS)
+
 
 logger = PeerLog(logging.getLogger(__name__))
 

@@ -19,13 +19,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from kvferry.integrations.vllm.identity import Weights, digest_of_files, files_of, snapshot_of
 from kvferry.integrations.vllm.offload_names import NAMESPACE_BYTES, BlockNames, unknown_weights
+from kvferry.integrations.vllm.versions import replace_once
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -179,19 +179,21 @@ def hear_of_loads() -> None:
     """Let the engines of this process hear of each ``add_lora``, which the scheduler does not. Safe to call again."""
     from vllm.v1.engine.core import EngineCore
 
-    add_lora = EngineCore.add_lora
-    if hasattr(add_lora, "__wrapped__"):
-        return
+    def telling(add_lora: Any) -> Any:
+        def add_lora_and_tell(core: "EngineCore", lora_request: "LoRARequest") -> bool:
+            path, adapter_id, is_read_again = (
+                lora_request.lora_path,
+                lora_request.lora_int_id,
+                lora_request.load_inplace,
+            )
+            with ExitStack() as readers:
+                for adapters in list(_all_adapters):
+                    readers.enter_context(adapters.reading(path, adapter_id, is_read_again=is_read_again))
+                return bool(add_lora(core, lora_request))
 
-    @wraps(add_lora)
-    def add_lora_and_tell(core: "EngineCore", lora_request: "LoRARequest") -> bool:
-        path, adapter_id, is_read_again = lora_request.lora_path, lora_request.lora_int_id, lora_request.load_inplace
-        with ExitStack() as readers:
-            for adapters in list(_all_adapters):
-                readers.enter_context(adapters.reading(path, adapter_id, is_read_again=is_read_again))
-            return add_lora(core, lora_request)
+        return add_lora_and_tell
 
-    EngineCore.add_lora = add_lora_and_tell  # type: ignore[method-assign,assignment]
+    replace_once(EngineCore, "add_lora", telling)
 
 
 def _state_if_readable(path: str) -> Hashable:

@@ -11,7 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvferry.execution.job import JobResult
 from kvferry.integrations.vllm.observations import BYTES, SECONDS, Metric, ObservationMetrics, Observations
 from kvferry.plan.request import GroupBlocks
-from kvferry.tiers.load_rule import Decision
 from kvferry.tiers.slab_memory import SlabHandle
 
 
@@ -151,10 +150,6 @@ class OffloadStatistics(Observations):
         self.observe("copy_seconds", result.transfer_seconds, direction)
         self.observe("copy_wait_seconds", result.wait_seconds, direction)
         self.observe("copy_bytes", result.num_bytes, direction)
-
-    def record_decision(self, decision: Decision) -> None:
-        """Add what was decided for a request."""
-        self.count("decisions", 1, decision.choice.value, decision.because.value)
 
     def reduce(self) -> dict[str, int | float]:
         """Return the figures for the engine's periodic log line."""

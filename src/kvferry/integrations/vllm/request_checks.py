@@ -13,12 +13,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm.connector_configs import may_be_for_another, own_settings
-from kvferry.integrations.vllm.versions import streams_name_holds
+from kvferry.integrations.vllm.versions import replace_once, streams_name_holds
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ logger = PeerLog(logging.getLogger(__name__))
 
 SERVING_MODULE = "vllm.entrypoints.generate.base.serving"
 PROCESSOR_MODULE = "vllm.v1.engine.input_processor"
-_MARK = "_kvferry_checks"
 _lets_go: ContextVar[bool] = ContextVar("kvferry_lets_go", default=False)
 """Whether vLLM lets the remote hold go when the request of this context is refused. A stream has begun by the time at
 which its prompt is known."""
@@ -48,9 +46,9 @@ _door: _Door | None = None
 def check_requests() -> None:
     """Check the requests of this process if it is an API server. Safe to call again."""
     if (serving := sys.modules.get(SERVING_MODULE)) is not None:
-        _wrap(serving.GenerateBaseServing, "_with_kv_transfer_rejection_cleanup", _around_request)
+        replace_once(serving.GenerateBaseServing, "_with_kv_transfer_rejection_cleanup", _around_request)
     if (processor := sys.modules.get(PROCESSOR_MODULE)) is not None:
-        _wrap(processor.InputProcessor, "process_inputs", _before_engine)
+        replace_once(processor.InputProcessor, "process_inputs", _before_engine)
 
 
 def check_params(config: Any, params: object, request_id: str, num_prompts: int = 1) -> None:
@@ -161,14 +159,6 @@ def number_of_prompts(prompt: object) -> int:
     return len(prompt) if is_list else 1  # type: ignore[arg-type]
 
 
-def _wrap(owner: Any, name: str, wrapper: Any) -> None:
-    method = getattr(owner, name)
-    if not hasattr(method, _MARK):
-        wrapped = wraps(method)(wrapper(method))
-        setattr(wrapped, _MARK, True)
-        setattr(owner, name, wrapped)
-
-
 def _refusal(error: KVFerryError, request_id: str) -> Exception:
     """Return vLLM's error for a request that is refused, and log why: the engine never hears of the request."""
     logger.warning("kvferry: %s is refused: %s", request_id, error, peer=request_id)
@@ -230,21 +220,18 @@ def _before_engine(method: Any) -> Any:
 STREAMS = ("completion_stream_generator", "chat_completion_stream_generator")
 """The methods of vLLM's end points that write a stream; an end point has one of them at most."""
 EVENT = "data: "
-_MARK = "_kvferry_names_holds"
 
 
 def name_holds_in_streams(end_point: type) -> None:
     """Let this class of vLLM's end points stream ``kv_transfer_params``. Safe to call again."""
     for name in STREAMS:
-        method = getattr(end_point, name, None)
-        if method is not None and not hasattr(method, _MARK) and not streams_name_holds():
-            setattr(end_point, name, _naming_holds(method))
+        if hasattr(end_point, name) and not streams_name_holds():
+            replace_once(end_point, name, _naming_holds)
 
 
 def _naming_holds(method: Any) -> Any:
     signature = inspect.signature(method)
 
-    @wraps(method)
     def stream(*arguments: Any, **named: Any) -> AsyncGenerator[str, None]:
         """Stream an answer; other requests than those of a router for prefill and decode are left alone."""
         given = signature.bind(*arguments, **named)
@@ -254,7 +241,6 @@ def _naming_holds(method: Any) -> Any:
         given.arguments["result_generator"] = results
         return _with_params(method(*given.args, **given.kwargs), results)
 
-    setattr(stream, _MARK, True)
     return stream
 
 

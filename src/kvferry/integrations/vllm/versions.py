@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,6 +129,18 @@ def _problem_of(folder: Path | None, number: tuple[int, int] | None) -> str:
         return f"its sources cannot be read ({error})"
     told = "; ".join(map(str, found[:NUM_TOLD]))
     return told + (f"; and {len(found) - NUM_TOLD} more" if len(found) > NUM_TOLD else "")
+
+
+_MARK = "_kvferry_replaces"
+
+
+def replace_once(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace a method of vLLM by ``wrapper`` of it, unless it is such a one already."""
+    method = getattr(owner, name)
+    if not hasattr(method, _MARK):
+        replaced = wraps(method)(wrapper(method))
+        setattr(replaced, _MARK, True)
+        setattr(owner, name, replaced)
 
 
 # What versions have otherwise.

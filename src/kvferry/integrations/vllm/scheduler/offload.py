@@ -1,6 +1,6 @@
 """The offload connector inside vLLM's scheduler: what it does in each of vLLM's calls.
 
-Hits are promised in :mod:`offload_hits`, loads ordered in :mod:`offload_loads`, blocks stored in :mod:`offload_stores`.
+Loads are promised and ordered in :mod:`offload_loads`, blocks are stored in :mod:`offload_stores`.
 No step waits, and no block is reused under a copy. See docs/decisions/offload-connector.md.
 """
 
@@ -18,9 +18,8 @@ from kvferry.integrations.vllm.adapters import Adapters, hear_of_loads
 from kvferry.integrations.vllm.offload_names import engine_facts
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep, RankReport, difference
-from kvferry.integrations.vllm.scheduler.blocks import num_recomputed
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
-from kvferry.integrations.vllm.scheduler.offload_loads import Hits, Loads, OffloadRequest, names_of
+from kvferry.integrations.vllm.scheduler.offload_loads import Loads, OffloadRequest, names_of
 from kvferry.integrations.vllm.scheduler.offload_stores import ReadBlockIds, Stores
 from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, check_settings, open_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, check_window_interval, stored_groups
@@ -68,9 +67,6 @@ class OffloadScheduler:
         self._groups = stored_groups(shapes, settings.block_size, hashed)
         check_window_interval(shapes, settings.window_interval)
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-        # Without chunked prefill a kernel of MLA on a CPU computes a prompt whole, or one token.
-        is_whole = any(shape.kind is CacheKind.MLA for shape in shapes)
-        leaves_one_token = is_whole and not vllm_config.scheduler_config.enable_chunked_prefill
         # A drafter's caches of the last accepted tokens are settled by its next pass. Until then they are no error: the
         # model checks all drafts. They would only be accepted less often.
         num_drafts = vllm_config.num_speculative_tokens
@@ -110,23 +106,12 @@ class OffloadScheduler:
         self._stores = Stores(
             self._groups, self._num_ranks, settings.window_interval, job_ids, self._counts, self._events
         )
-        self._loads = Loads(self._groups, job_ids, self._counts, self._rule.loads, self._statistics, self._now)
-        self._hits = Hits(
-            self._groups,
-            settings,
-            self._loads,
-            self._rule,
-            self._statistics,
-            self._events,
-            num_recomputed=num_recomputed(shapes),
-            leaves_one_token=leaves_one_token,
-            caches_prefixes=bool(vllm_config.cache_config.enable_prefix_caching),
-            clock=self._now,
-        )
+        told = self._counts, self._statistics, self._events, lambda: self._clock()
+        self._loads = Loads(vllm_config, self._groups, settings, self._rule, job_ids, *told)
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Keep blocks in this pool from now on."""
-        self._hits.bind(pool)
+        self._loads.bind(pool)
         self._stores.bind(pool)
 
     # Hits.
@@ -134,10 +119,10 @@ class OffloadScheduler:
     def on_new_request(self, request: "Request") -> None:
         """Know a request before it is scheduled, and let lower tiers bring what it will need while it waits."""
         entry, tiers = self._entry(request), self._start.tiers
-        if tiers is not None and tiers.stack.has_lower_tiers and self._hits.may_load(entry):
+        if tiers is not None and tiers.stack.has_lower_tiers and self._loads.may_load(entry):
             blocks = self._blocks_of(tiers, entry)
             if blocks is not None:
-                self._hits.prefetch(tiers.stack, entry, blocks)
+                self._loads.prefetch(tiers.stack, entry, blocks)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the computed ones are promised; None while it is worth asking again.
@@ -147,9 +132,9 @@ class OffloadScheduler:
         entry = self._entry(request)
         entry.num_written = 0  # vLLM asks only where a request has no blocks, or has lost them
         tiers = self._start.tiers
-        if tiers is None or not self._hits.may_load(entry) or (blocks := self._blocks_of(tiers, entry)) is None:
+        if tiers is None or not self._loads.may_load(entry) or (blocks := self._blocks_of(tiers, entry)) is None:
             return 0, False
-        number = self._hits.promise(tiers.stack, entry, blocks, num_computed_tokens)
+        number = self._loads.promise(tiers.stack, entry, blocks, num_computed_tokens)
         if number is None:
             self._counts["asked_again"] += 1
         return number, bool(number)
@@ -182,7 +167,7 @@ class OffloadScheduler:
         if tiers is not None:
             self._stores.order(tiers.stack)
         # After the stores: they evict nothing that was promised, and vLLM may ask again in the next step.
-        for entry in list(self._hits.promised.values()):
+        for entry in list(self._loads.promised.values()):
             self._drop(entry)
         if tiers is not None:
             tiers.stack.poll(self._clock())
@@ -293,7 +278,7 @@ class OffloadScheduler:
         return {
             "start": self._start.state.name.lower(),
             "requests": len(self._requests),
-            "promised": len(self._hits.promised),
+            "promised": len(self._loads.promised),
             "loads": sorted(self._loads.jobs),
             "stores": self._stores.num_jobs,
             "kept_blocks": self._stores.kept.num_kept,
@@ -396,10 +381,7 @@ class OffloadScheduler:
     def _drop(self, entry: OffloadRequest) -> None:
         """End what a request asked for and what was promised to it; a load goes on."""
         tiers = self._start.tiers
-        self._hits.drop(tiers.stack if tiers is not None else None, entry)
-
-    def _now(self) -> float:
-        return self._clock()
+        self._loads.drop(tiers.stack if tiers is not None else None, entry)
 
 
 def check_offloadable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:

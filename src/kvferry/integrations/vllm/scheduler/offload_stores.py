@@ -18,7 +18,7 @@ from kvferry.integrations.vllm.offload_step import StoreOrder
 from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
-from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, StoredGroup, WindowBoundaries, alignment
+from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, StoredGroup, alignment, keeps_window
 from kvferry.tiers.host_memory import HostStore
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Stack
@@ -130,11 +130,10 @@ class Stores:
             begins = [min(begin, first) for begin, (first, _) in zip(begins, needed, strict=True)]
         if all(end <= begin for begin, end in zip(begins, ends, strict=True)) or (ids := block_ids()) is None:
             return
-        boundaries = WindowBoundaries(self._window_interval, self._alignment, tuple(others))
         for group, begin, end in zip(self._groups, begins, ends, strict=True):
             end = min(end, len(ids[group.index]) // group.engine_blocks)
             if begin < end:
-                num_deferred = self._offer_group(stack, blocks, group, (begin, end), ids[group.index], boundaries)
+                num_deferred = self._offer_group(stack, blocks, group, (begin, end), ids[group.index], others)
                 self._counts["deferred_blocks"] += num_deferred
                 if is_last and num_deferred:
                     self._refused[Reason.STORES_BEHIND] += num_deferred
@@ -215,7 +214,7 @@ class Stores:
         group: StoredGroup,
         places: tuple[int, int],
         ids: Sequence[int],
-        boundaries: WindowBoundaries,
+        others: Sequence[int],
     ) -> int:
         """Offer those of the request's stored blocks at these places that are worth storing.
 
@@ -224,9 +223,9 @@ class Stores:
         (begin, end), size = places, group.engine_blocks
         keys = blocks.keys[group.index][begin:end]
         rows = np.array(ids[begin * size : end * size], np.int64).reshape(-1, size)
-        is_offered = boundaries.keeps(group, np.arange(begin, end)) & stack.is_missing(keys)
+        is_kept = keeps_window(group, np.arange(begin, end), self._window_interval, self._alignment, others)
         # A block that has left its window, or never had its bytes here, is the null block.
-        chosen = np.flatnonzero(is_offered & (rows != NULL_BLOCK_ID).all(axis=1))
+        chosen = np.flatnonzero(is_kept & stack.is_missing(keys) & (rows != NULL_BLOCK_ID).all(axis=1))
         room = max(0, self.max_kept - self.kept.num_kept - self._offers.num_engine_blocks) // size
         num_deferred = max(0, len(chosen) - room)
         if num_deferred:

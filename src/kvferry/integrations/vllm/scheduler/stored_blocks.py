@@ -159,43 +159,31 @@ class RequestBlocks:
         tokens = np.array(first_token), np.array(boundary)
         return [(int(group.first_needed(*tokens)) // group.tokens, boundary // group.tokens) for group in self.groups]
 
+    def wanted(self, first_token: int, boundary: int) -> dict[str, Sequence[BlockKey]]:
+        """Return the keys of the needed blocks, by the name of their group."""
+        parts = zip(self.groups, self.keys, self.needed(first_token, boundary), strict=True)
+        return {group.name: keys[begin:end] for group, keys, (begin, end) in parts}
 
-@dataclass(frozen=True, slots=True)
-class WindowBoundaries:
-    """The boundaries whose windows are stored; with an ``interval`` of 0 every block of a window is stored.
 
-    Else the windows are stored at each multiple of the interval, and behind the tokens ``others``: the end of a prompt,
-    and of a request that has ended, at the last boundary of the ``step`` before them.
+def keeps_window(group: StoredGroup, places: Integers, interval: int, step: int, others: Sequence[int]) -> Flags:
+    """Return which stored blocks of a group, by place, are worth storing: with an ``interval`` of 0 all of them.
+
+    Else windows are stored at each multiple of the interval, and behind the tokens ``others``: the end of a prompt, and
+    of a request that has ended, at the last boundary, a multiple of ``step``, before them.
     """
-
-    interval: int
-    step: int
-    others: tuple[int, ...] = ()
-
-    def keeps(self, group: StoredGroup, places: Integers) -> Flags:
-        """Return which of a group's stored blocks, by place, a load to one of the boundaries needs."""
-        if not self.interval or group.shape.kind is not CacheKind.SLIDING_WINDOW:
-            return np.ones(len(places), np.bool_)
-        ends = (places + 1) * group.tokens
-        interval = -(-self.interval // self.step) * self.step
-        kept = self._needs(group, -(-ends // interval) * interval, ends)
-        for other in self.others:
-            kept |= self._needs(group, np.full(len(places), other // self.step * self.step), ends)
-        return kept
-
-    @staticmethod
-    def _needs(group: StoredGroup, boundaries: Integers, ends: Integers) -> Flags:
-        """Return whether the blocks with these ends hold tokens that their boundary needs."""
-        flags: Flags = (ends <= boundaries) & (group.first_needed(np.zeros_like(ends), boundaries) < ends)
-        return flags
-
-
-_WHOLE = (CacheKind.ATTENTION, CacheKind.MLA)
+    if not interval or group.shape.kind is not CacheKind.SLIDING_WINDOW:
+        return np.ones(len(places), np.bool_)
+    ends = (places + 1) * group.tokens
+    interval = -(-interval // step) * step
+    kept = np.zeros(len(places), np.bool_)
+    for boundaries in (-(-ends // interval) * interval, *(np.full_like(ends, end // step * step) for end in others)):
+        kept |= (ends <= boundaries) & (group.first_needed(np.zeros_like(ends), boundaries) < ends)
+    return kept
 
 
 def whole_group(groups: Sequence[StoredGroup]) -> StoredGroup | None:
     """Return a group whose attention is whole: every load of a longer prefix has all of its earlier blocks."""
-    return next((group for group in groups if group.shape.kind in _WHOLE), None)
+    return next((group for group in groups if group.shape.kind in (CacheKind.ATTENTION, CacheKind.MLA)), None)
 
 
 def alignment(groups: Sequence[StoredGroup]) -> int:
@@ -204,13 +192,7 @@ def alignment(groups: Sequence[StoredGroup]) -> int:
 
 
 def longest_hit(blocks: RequestBlocks, held: Sequence[Flags], first_token: int, end_token: int) -> int:
-    """Return the last of the boundaries that a load can reach, see :func:`reachable`; else ``first_token``."""
-    found = reachable(blocks, held, first_token, end_token)
-    return int(found[-1]) if len(found) else first_token
-
-
-def reachable(blocks: RequestBlocks, held: Sequence[Flags], first_token: int, end_token: int) -> Integers:
-    """Return the boundaries up to ``end_token`` that a load from ``first_token`` can reach, in their order.
+    """Return the last boundary up to ``end_token`` that a load from ``first_token`` can reach; else ``first_token``.
 
     ``held`` says for the stored blocks of each group, from the one with ``first_token`` on, whether they can be had.
     The hit is what all groups have: each is evicted alone.
@@ -224,4 +206,4 @@ def reachable(blocks: RequestBlocks, held: Sequence[Flags], first_token: int, en
             last_missing = np.maximum.accumulate(np.where(is_held, -1, np.arange(len(is_held))))
             begin = group.first_needed(np.array(first_token), boundaries) // group.tokens - before
             reaches &= last_missing[boundaries // group.tokens - before - 1] < begin
-    return boundaries[reaches]
+    return int(boundaries[reaches].max(initial=first_token))
