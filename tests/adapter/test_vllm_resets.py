@@ -18,7 +18,7 @@ from vllm.v1.engine.core import EngineShutdownState
 from vllm.v1.request import Request
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.source_engines import SourceEngines
+from kvferry.execution.destination import SourceEngines
 from kvferry.handoff.handshake import fetch_directory
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import (

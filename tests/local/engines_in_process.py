@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import KVFerryError
-from kvferry.execution.source_engines import Compares, SourceEngine, SourceEngines
+from kvferry.execution.destination import Compares, SourceEngine, SourceEngines
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,

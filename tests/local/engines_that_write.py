@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from kvferry.execution import destination, introductions
-from kvferry.execution.destination import Announcement, Announcer
+from kvferry.execution.destination import NOTHING_COMPARED, Announcement, Announcer, Compares, SourceEngines
 from kvferry.execution.executor import Executor
 from kvferry.execution.job import JobResult
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.source import Writer
-from kvferry.execution.source_engines import NOTHING_COMPARED, Compares, SourceEngines
 from kvferry.handoff.handshake import NO_ADAPTER, Adapter
 from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.messages import PROTOCOL_VERSION, Answer, Directory, EndPoint, Handle, Noted, Question, RankEntry

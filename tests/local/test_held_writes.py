@@ -7,9 +7,8 @@ import msgspec
 import pytest
 
 from kvferry.errors import HandoffError, Reason, helps_to_repeat
-from kvferry.execution.destination import Announcement, SourceRank
+from kvferry.execution.destination import Announcement, Compares, SourceRank
 from kvferry.execution.device import CudaOrder, DeferredActions
-from kvferry.execution.source_engines import Compares
 from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.messages import Announce, Handle, Revoke
 from kvferry.handoff.source import END, BlockList, Prompt

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import Reason
 from kvferry.execution import destination, digests
-from kvferry.execution.source_engines import Compares
+from kvferry.execution.destination import Compares
 from kvferry.handoff.messages import Written
 from kvferry.handoff.source import END
 from kvferry.layout.named_layouts import NamedLayout

@@ -1,8 +1,7 @@
 """The directory of a disk tier as people see it: what it holds, and whether every block is intact."""
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -11,7 +10,7 @@ from pathlib import Path
 from xxhash import xxh3_64
 
 from kvferry.errors import Reason, TierError
-from kvferry.tiers.disk.segments import (
+from kvferry.tiers.disk.segments import LOCK_NAME, Directory, RecordHeader, SegmentFiles, SegmentShape, errors_of, neighbours, read_segment
     LOCK_NAME,
     Directory,
     RecordHeader,
@@ -20,8 +19,7 @@ from kvferry.tiers.disk.segments import (
     errors_of,
     read_segment,
 )
-from kvferry.tiers.disk.workers import RUN_BYTES, Buffer
-from kvferry.tiers.protocol import checksum
+from kvferry.tiers.disk.runs import RUN_BYTES, thread_buffer
 
 NUM_READERS = 4
 
@@ -78,61 +76,34 @@ def inspect(directory: Directory) -> list[SegmentReport]:
 def verify(directory: Directory, reports: list[SegmentReport], advance: Callable[[int], None]) -> list[DamagedBlock]:
     """Read every block and return the damaged ones; ``advance`` is called with the number of blocks of each read."""
     damaged: list[DamagedBlock] = []
-    buffers = threading.local()
-    with ThreadPoolExecutor(NUM_READERS, initializer=lambda: setattr(buffers, "own", Buffer())) as pool:
+    with ThreadPoolExecutor(NUM_READERS) as pool:
         for report in reports:
             if report.shape is None:
                 continue
             files = SegmentFiles(directory, report.shape, exists=True)
-            runs = list(_runs(report))
-            results = pool.map(lambda files, run: _damaged_in(files, run, buffers.own), repeat(files), runs)
-            for run, found in zip(runs, results, strict=True):
+            runs = list(neighbours(report.headers, max(1, RUN_BYTES // report.shape.cell_bytes)))
+            for run, found in zip(runs, pool.map(_damaged_in, repeat(files), runs), strict=True):
                 damaged += found
                 advance(len(run))
             files.close()
     return damaged
 
 
-def _runs(report: SegmentReport) -> Iterator[list[RecordHeader]]:
-    """Yield the records of neighbouring cells together, up to ``RUN_BYTES``."""
-    assert report.shape is not None
-    most = max(1, RUN_BYTES // report.shape.cell_bytes)
-    run: list[RecordHeader] = []
-    for header in report.headers:
-        if run and (header.cell != run[-1].cell + 1 or len(run) == most):
-            yield run
-            run = []
-        run.append(header)
-    if run:
-        yield run
-
-
-def _damaged_in(files: SegmentFiles, run: list[RecordHeader], buffer: Buffer) -> list[DamagedBlock]:
+def _damaged_in(files: SegmentFiles, run: list[RecordHeader]) -> list[DamagedBlock]:
+    """Read blocks in neighbouring cells; a long block is read in parts, so memory is bounded."""
+    cell_bytes = files.shape.cell_bytes
+    digests = [xxh3_64() for _ in run]
     try:
-        found = _checksums(files, run, buffer)
+        for begin in range(0, cell_bytes, RUN_BYTES):
+            length = min(RUN_BYTES, cell_bytes - begin)
+            view, _ = thread_buffer(len(run) * length)
+            files.read(run[0].cell, view, begin)
+            for place, (digest, header) in enumerate(zip(digests, run, strict=True)):
+                digest.update(view[place * length :][: min(length, max(0, header.num_bytes - begin))])
     except TierError as error:
         return [DamagedBlock(files.name, header.cell, header.key.hex(), error.reason) for header in run]
     return [
         DamagedBlock(files.name, header.cell, header.key.hex(), Reason.CHECKSUM_MISMATCH)
-        for header, checksum in zip(run, found, strict=True)
-        if checksum != header.checksum
+        for header, digest in zip(run, digests, strict=True)
+        if digest.intdigest() != header.checksum
     ]
-
-
-def _checksums(files: SegmentFiles, run: list[RecordHeader], buffer: Buffer) -> list[int]:
-    """Return the checksums of blocks in neighbouring cells; a long block is read in parts, so memory is bounded."""
-    cell_bytes = files.shape.cell_bytes
-    if cell_bytes > RUN_BYTES:
-        return [_checksum_in_parts(files, header, buffer) for header in run]
-    view, address = buffer.of(len(run) * cell_bytes)
-    files.read(run[0].cell, view)
-    return [checksum(address + place * cell_bytes, header.num_bytes) for place, header in enumerate(run)]
-
-
-def _checksum_in_parts(files: SegmentFiles, header: RecordHeader, buffer: Buffer) -> int:
-    digest = xxh3_64()
-    for begin in range(0, header.num_bytes, RUN_BYTES):
-        view, _ = buffer.of(min(RUN_BYTES, files.shape.cell_bytes - begin))
-        files.read(header.cell, view, begin)
-        digest.update(view[: header.num_bytes - begin])
-    return digest.intdigest()

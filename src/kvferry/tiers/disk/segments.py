@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -313,8 +314,8 @@ class SegmentFiles:
         So a thread that is late writes no header of a block whose cell belongs to another block by now.
         """
         with self._header_lock:
-            for cell, packed in _stretches((header.cell, header.pack(self.shape.segment_id)) for header in current()):
-                self._write_table(cell, packed)
+            for run in neighbours(current()):
+                self._write_table(run[0].cell, b"".join(header.pack(self.shape.segment_id) for header in run))
 
     def clear_headers(self, cell: int, num_cells: int, is_current: Callable[[], bool] = lambda: True) -> None:
         """Mark neighbouring cells as free, if ``is_current`` says so while nothing else writes headers."""
@@ -463,21 +464,29 @@ def without_first(pieces: Sequence[memoryview], num_bytes: int) -> list[memoryvi
     return left
 
 
-def _stretches(rows: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
-    """Yield the rows of neighbouring cells, given in the order of cells, as one.
+class _Placed(Protocol):
+    @property
+    def cell(self) -> int: ...
 
-    >>> list(_stretches([(3, b"a"), (4, b"b"), (9, b"c")]))
-    [(3, b'ab'), (9, b'c')]
+
+Placed = TypeVar("Placed", bound=_Placed)
+
+
+def neighbours(items: Iterable[Placed], most: int = MAX_CELLS) -> Iterator[list[Placed]]:
+    """Yield items of neighbouring cells of a segment, given in the order of cells, together: at most ``most``.
+
+    >>> headers = [RecordHeader(cell, bytes(48), 4096, 0, 0) for cell in (3, 4, 9)]
+    >>> [[header.cell for header in run] for run in neighbours(headers)]
+    [[3, 4], [9]]
     """
-    first, packed = 0, list[bytes]()
-    for cell, row in rows:
-        if packed and cell != first + len(packed):
-            yield first, b"".join(packed)
-            packed = []
-        first = first if packed else cell
-        packed.append(row)
-    if packed:
-        yield first, b"".join(packed)
+    run: list[Placed] = []
+    for item in items:
+        if run and (item.cell != run[-1].cell + 1 or len(run) == most):
+            yield run
+            run = []
+        run.append(item)
+    if run:
+        yield run
 
 
 def read_segment(directory: Directory, name: str) -> tuple[SegmentShape, list[RecordHeader], Counter[Reason]]:
@@ -567,11 +576,15 @@ def errors_of(place: Path | str) -> Iterator[None]:
     try:
         yield
     except (OSError, MemoryError) as error:
-        raise _tier_error(place, error) from error
+        raise tier_error(place, error) from error
 
 
-def _tier_error(place: Path | str, error: OSError | MemoryError) -> TierError:
+def tier_error(place: Path | str, error: Exception) -> TierError:
+    """Return the error of a tier for any other."""
+    if isinstance(error, TierError):
+        return error
     message = f"{place}: {getattr(error, 'strerror', None) or repr(error)}."
-    if isinstance(error, MemoryError) or error.errno in _SHORTAGES:
+    number = getattr(error, "errno", None)
+    if isinstance(error, MemoryError) or number in _SHORTAGES:
         return Shortage(Reason.TIER_FAILED, message, "Give the process more descriptors and memory.")
-    return TierError(Reason.TIER_FULL if error.errno in _NO_ROOM else Reason.TIER_FAILED, message)
+    return TierError(Reason.TIER_FULL if number in _NO_ROOM else Reason.TIER_FAILED, message)

@@ -127,9 +127,8 @@ class Space:
             records.append(self._reserved(key, num_bytes, *found.popleft()) if found else None)
         return records
 
-    def publish(self, record: Record, checksum: int) -> None:
-        """Hold a reserved record whose block has been written."""
-        record.checksum = checksum
+    def publish(self, record: Record) -> None:
+        """Hold a reserved record whose block has been written, and whose checksum is known."""
         self._end_keeping(record)
         self._clock += 1
         record.sequence = self._clock

@@ -17,13 +17,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.execution.source_engines import NOTHING_COMPARED
+from kvferry.execution.destination import NOTHING_COMPARED
 from kvferry.integrations.vllm.translate import PLAIN_INSTRUCTION_SETS
 from kvferry.plan.planner import LayerSpans
 from kvferry.transport.faults import FaultPlan, FaultyTransport
 
 if TYPE_CHECKING:
-    from kvferry.execution.source_engines import Compares
+    from kvferry.execution.destination import Compares
     from kvferry.integrations.vllm.worker.role import WorkerRole
 
 # Limit of the elements of another page that equal a label by chance: labels have 23 bits.

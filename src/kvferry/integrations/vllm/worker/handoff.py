@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvferry.execution.destination import Announcement, Announcer, SourceRank
+from kvferry.execution.destination import Announcement, Announcer, SourceEngines, SourceRank
 from kvferry.execution.device import Mark
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.source import Writer
-from kvferry.execution.source_engines import SourceEngines
 from kvferry.handoff.holds import TRANSFER_GENERATION, engine_drains
 from kvferry.handoff.messages import Answer, EndPoint, Question, Release, WriteFailed, Written
 from kvferry.handoff.source import Prompt

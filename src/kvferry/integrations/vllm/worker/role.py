@@ -14,11 +14,11 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
+from kvferry.execution.destination import Compares, SourceEngines
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.digests import comparable
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.job import JobResult
-from kvferry.execution.source_engines import Compares, SourceEngines
 from kvferry.execution.trial import Side, Trial
 from kvferry.handoff.holds import lease_lost, weights_changed
 from kvferry.handoff.messages import RankEntry, StillWriting
