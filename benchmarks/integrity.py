@@ -25,7 +25,7 @@ from transport_movers import allocate
 
 from kvferry.cli.console import open_console, progress
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
-from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.executor import JobResult, Phase
 from kvferry.execution.source import Write
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.source import END, BlockList, Part, Prompt, SourceWrites, WriteRequest, announced_blocks

@@ -22,7 +22,7 @@ from vllm.entrypoints.serve.middleware.register import init_entrypoints_middlewa
 from vllm.exceptions import GenerationError
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import JobResult
 from kvferry.integrations.vllm import failed_loads
 from kvferry.integrations.vllm.failed_loads import FailedLoads
 from kvferry.integrations.vllm.worker.records import PrometheusMetrics, Statistics

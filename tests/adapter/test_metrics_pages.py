@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import JobResult
 from kvferry.integrations.vllm.observations import Observations
 from kvferry.integrations.vllm.offload_step import OffloadStatistics
 from kvferry.integrations.vllm.step import PromptLoad

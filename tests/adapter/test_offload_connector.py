@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import JobResult
 from kvferry.integrations.vllm import offload_connector
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 from kvferry.errors import Reason, TransportError
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import JobResult
 from kvferry.integrations.vllm.offload_step import OffloadMetrics, OffloadStatistics, difference
 from kvferry.integrations.vllm.worker.records import PrometheusMetrics, Statistics
 from kvferry.tiers.load_rule import Because, Choice, Decision

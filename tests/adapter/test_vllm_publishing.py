@@ -16,7 +16,7 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import JobResult
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.identity import identity_of, record_models
 from kvferry.integrations.vllm.scheduler import role as scheduler_role

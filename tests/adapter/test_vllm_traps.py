@@ -19,8 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.execution.executor import Executor
-from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.executor import Executor, JobResult, Phase
 from kvferry.handoff.holds import lease_lost
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import PromptLoad, StepMetadata

@@ -11,8 +11,7 @@ import torch
 
 from kvferry.arrays import Bytes
 from kvferry.execution.device import OVER, Mark, device_order
-from kvferry.execution.executor import Executor
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import Executor, JobResult
 from kvferry.execution.local_copy import LocalCopy, LocalRoute
 from kvferry.execution.pinned_copy import BATCH_BYTES, PinnedMemory
 from kvferry.layout.dense import shard_for

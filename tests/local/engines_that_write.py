@@ -13,8 +13,7 @@ import pytest
 
 from kvferry.execution import destination, introductions
 from kvferry.execution.destination import NOTHING_COMPARED, Announcement, Announcer, Compares, SourceEngines
-from kvferry.execution.executor import Executor
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import Executor, JobResult
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.source import Writer
 from kvferry.handoff.handshake import NO_ADAPTER, Adapter

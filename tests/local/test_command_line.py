@@ -20,8 +20,8 @@ import pytest
 import typer
 
 from kvferry.cli import doctor
-from kvferry.cli.demo import DemoSettings
-from kvferry.cli.demo_offload import OffloadDemo, OffloadOptions
+from kvferry.cli.demo import DemoModel, DemoSettings
+from kvferry.cli.demo_offload import OffloadDemo
 from kvferry.cli.doctor import Finding, Health
 from kvferry.cli.main import Commands, app, main
 from kvferry.handoff.messages import Draining
@@ -227,9 +227,9 @@ def test_every_engine_of_a_demo_takes_the_part_of_a_gpu_that_is_named(tmp_path: 
     uses.
     """
     (tmp_path / "config.json").write_text((CONFIGS / "Qwen3-8B.json").read_text())
-    pair, alone = DemoSettings(gpu_memory=0.45), OffloadOptions(1, 1, None, 4, None, gpu_memory=0.45)
-    engines = [pair.engine(role, 1, tmp_path, tmp_path) for role in (PREFILL, DECODE)]
-    engines += [OffloadDemo(tmp_path, tmp_path, alone).engine(1, offloads=offloads) for offloads in (True, False)]
+    settings, model = DemoSettings(gpu_memory=0.45), DemoModel.read(tmp_path)
+    engines = [settings.engine(role, 1, tmp_path, tmp_path) for role in (PREFILL, DECODE)]
+    engines += [OffloadDemo(model, tmp_path, settings).engine(1, offloads=offloads) for offloads in (True, False)]
     for engine in engines:
         command = engine.command(port=1)
         assert command[command.index("--gpu-memory-utilization") + 1] == "0.45"

@@ -15,8 +15,7 @@ import pytest
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
 from kvferry.execution import executor as executor_module
 from kvferry.execution.destination import Announcement, AwaitedLoad, SourceRank
-from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor
-from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor, JobResult, Phase
 from kvferry.execution.source import Write
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.messages import WriteKey

@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.destination import Announcement, AwaitedLoad
-from kvferry.execution.job import Phase
+from kvferry.execution.executor import Phase
 from kvferry.handoff.destination import DestinationLoad
 from kvferry.handoff.messages import EndPoint, WriteKey
 from kvferry.handoff.source import END, Need, Prompt, SourceWrites, WriteRequest

@@ -15,8 +15,7 @@ from kvferry.errors import HandoffError, PlanError, Reason, VerificationError
 from kvferry.execution import executor as executor_module
 from kvferry.execution import local_copy
 from kvferry.execution.device import HOST, OVER, DeviceOrder
-from kvferry.execution.executor import Executor
-from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.executor import Executor, JobResult, Phase
 from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute, copy_blocks
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import JobResult
 from kvferry.handoff.messages import Handle
 from kvferry.handoff.remote_holds import RemoteHold
 

@@ -19,7 +19,7 @@ import pytest
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution import introductions
 from kvferry.execution.destination import Announcer
-from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.executor import JobResult, Phase
 from kvferry.execution.peers import Peers
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import Announce, Handle, Noted, Question, Release, WriteFailed, WriteKey, Written

@@ -17,7 +17,7 @@ from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution import destination, destinations, introductions, peers
 from kvferry.execution import source as source_module
 from kvferry.execution.destination import Announcer
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import JobResult
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
 from kvferry.execution.source import Writer

@@ -11,7 +11,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.execution import destination, introductions
 from kvferry.execution.destination import Announcement, Announcer, AwaitedLoad, SourceRank
 from kvferry.execution.device import HOST, DeviceOrder
-from kvferry.execution.job import Phase
+from kvferry.execution.executor import Phase
 from kvferry.execution.own_rank import OwnRank
 from kvferry.handoff.destination import ASK_AGAIN_SECONDS
 from kvferry.handoff.messages import (

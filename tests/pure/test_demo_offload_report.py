@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.cli.console import open_console
-from kvferry.cli.demo_report import OffloadReport, PassLine, find_offload_problems, print_offload_report
+from kvferry.cli.demo_report import OffloadReport, PassLine
 from kvferry.cli.main import app
 
 TOKENS = 26_176
@@ -44,7 +44,7 @@ def changed(index: int, **changes: object) -> OffloadReport:
 
 
 def test_a_good_run_has_no_problem() -> None:
-    assert find_offload_problems(good_report()) == []
+    assert good_report().problems == []
     assert [each["from_disk"] for each in good_report().to_json()["passes"]] == [0, 0, 0, 6144]
 
 
@@ -64,9 +64,8 @@ def test_a_good_run_has_no_problem() -> None:
 def test_what_is_wrong_is_found_and_printed_as_it_is(
     report: OffloadReport, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    problems = find_offload_problems(report)
-    assert [found for found in problems if problem in found]
-    print_offload_report(replace(report, problems=tuple(problems)), open_console())
+    assert [found for found in report.problems if problem in found]
+    report.print(open_console())
     assert problem in " ".join(capsys.readouterr().out.split())
 
 

@@ -12,8 +12,6 @@ from kvferry.cli.demo_report import (
     CacheShape,
     DemoReport,
     RequestLine,
-    find_problems,
-    print_report,
     read_failures,
     read_log_problems,
     read_transfer_log,
@@ -78,7 +76,7 @@ def good_report() -> DemoReport:
 
 def test_a_good_run_has_no_problem() -> None:
     report = good_report()
-    assert find_problems(report) == []
+    assert report.problems == []
     assert report.to_json()["bytes"] == report.to_json()["expected_bytes"] == 8 * 16 * 8 * 4 * 2 * 64 * 4
 
 
@@ -95,7 +93,7 @@ def test_a_good_run_has_no_problem() -> None:
 def test_what_is_wrong_with_a_request_is_found(change: dict[str, object], problem: str) -> None:
     report = good_report()
     report = replace(report, lines=(report.lines[0], replace(report.lines[1], **change)))
-    assert any(problem in found for found in find_problems(report))
+    assert any(problem in found for found in report.problems)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +110,13 @@ def test_what_is_wrong_with_a_request_is_found(change: dict[str, object], proble
     ],
 )
 def test_what_is_wrong_with_a_run_is_found(change: dict[str, object], problem: str) -> None:
-    assert any(problem in found for found in find_problems(replace(good_report(), **change)))
+    assert any(problem in found for found in replace(good_report(), **change).problems)
 
 
 def test_a_problem_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     changed = replace(good_report().lines[1], error="HTTP 500: no answer. [deadline-exceeded]")
     report = replace(good_report(), lines=(good_report().lines[0], changed))
-    print_report(replace(report, problems=tuple(find_problems(report))), open_console())
+    report.print(open_console())
     assert "no answer. [deadline-exceeded]" in capsys.readouterr().out
 
 

@@ -21,7 +21,7 @@ from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution import digests
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
-from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.executor import JobResult, Phase
 from kvferry.execution.source import MAX_PAGE_WRITES, Write
 from kvferry.handoff.messages import AnnouncedBlocks, WriteKey
 from kvferry.handoff.source import (

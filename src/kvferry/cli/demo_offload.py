@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
+from rich.status import Status
 
 from kvferry.cli.console import Announce
-from kvferry.cli.demo import Answer, send_prompts, vocabulary_size
+from kvferry.cli.demo import Answer, DemoModel, DemoSettings, poll, running_servers, send_prompts, wait_for
 from kvferry.cli.demo_report import OffloadReport, PassLine
 from kvferry.errors import KVFerryError
 from kvferry.harness.launch import (
@@ -28,15 +28,10 @@ from kvferry.harness.launch import (
     prompt_tokens,
     spread_over_cores,
     start_engine,
-    stop_servers,
-    wait_until_ready,
 )
-from kvferry.harness.tiny_models import make_tiny_model
-from kvferry.models.families import model_caches, uniform_cache
 from kvferry.tiers.disk.inspection import existing_directory, inspect
 
 CONNECTOR = "KVFerryOffloadConnector"
-DTYPE = "float32"  # as the engines are started
 NUM_DOCUMENTS = 4
 DOCUMENT_TOKENS, QUESTION_TOKENS = 1536, 100
 MAX_MODEL_LEN = 2048
@@ -44,51 +39,27 @@ CACHE_TOKENS = 3072
 """What an engine's own cache holds: two of the documents."""
 DISK_BYTES = 1 << 30
 DISK_SECONDS, FREE_SECONDS = 30.0, 2.0
-POLL_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadOptions:
-    """The options. The engine that stores has ``first_tp`` ranks, the engine after the restart ``second_tp``."""
-
-    first_tp: int
-    second_tp: int
-    layout: str | None
-    num_prompts: int
-    block_size: int | None
-    gpu_memory: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadDemo:
-    """The options, with the model and the folder of one run."""
+    """The model, the folder and the options of one run; ``decode_tp`` are the ranks after the restart."""
 
-    model: Path
+    model: DemoModel
     folder: Path
-    options: OffloadOptions
+    options: DemoSettings
 
     @property
     def disk_path(self) -> Path:
         """The folder of the disk tier."""
         return self.folder / "disk"
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in the caches of all layers, over all ranks."""
-        caches = model_caches(self.model, DTYPE)
-        return len(caches.layers) * uniform_cache(caches).page_bytes(1, tp_size=1)
-
-    def check(self) -> None:
-        """Raise :class:`SettingsError` where the ranks cannot split the heads."""
-        for tp_size in (self.options.first_tp, self.options.second_tp):
-            uniform_cache(model_caches(self.model, DTYPE)).heads(0, tp_size)
-
     def engine(self, tp_size: int, *, offloads: bool) -> EngineSettings:
         """Return the settings of an engine with a small cache of its own."""
-        options = self.options
+        options, num_layers, cache = self.options, self.model.num_layers, self.model.cache
         stored_tokens = NUM_DOCUMENTS * DOCUMENT_TOKENS + options.num_prompts * (MAX_MODEL_LEN - DOCUMENT_TOKENS)
         settings: dict[str, str | int] = {
-            "host_bytes": 2 * stored_tokens * self.token_bytes,
+            "host_bytes": 2 * stored_tokens * num_layers * cache.page_bytes(1, tp_size=1),
             "disk_path": str(self.disk_path),
             "disk_bytes": DISK_BYTES,
             # The demo shows what is found; a model as small as these is often quicker to compute.
@@ -96,11 +67,10 @@ class OffloadDemo:
         }
         if options.layout is not None:
             settings["layout"] = options.layout
-        caches = model_caches(self.model, DTYPE)
-        cache_bytes = CACHE_TOKENS * len(caches.layers) * uniform_cache(caches).page_bytes(1, tp_size)
+        cache_bytes = CACHE_TOKENS * num_layers * cache.page_bytes(1, tp_size)
         role: Role | None = "kv_both" if offloads else None
         return EngineSettings(
-            self.model,
+            self.model.path,
             role=role,
             tensor_parallel_size=tp_size,
             connector=CONNECTOR,
@@ -113,17 +83,10 @@ class OffloadDemo:
         )
 
 
-def run_offload_demo(model: str, folder: Path, options: OffloadOptions, console: Console) -> OffloadReport:
+def run_offload(settings: DemoSettings, model: DemoModel, folder: Path, status: Status) -> OffloadReport:
     """Run all passes in ``folder`` and return what they measured. Raises :class:`KVFerryError`."""
-    with console.status("making the model") as status:
-        path = Path(model) if Path(model).is_dir() else make_tiny_model(model, folder)
-        demo = OffloadDemo(path, folder, options)
-        demo.check()
-        prompts = make_documents(options.num_prompts, vocabulary_size(path))
-        began_at = time.monotonic()
-        report = _run_passes(demo, prompts, status.update)
-        console.print(f"The whole run took {time.monotonic() - began_at:.0f} s.")
-        return report
+    prompts = make_documents(settings.num_prompts, model.vocabulary_size)
+    return _run_passes(OffloadDemo(model, folder, settings), prompts, status.update)
 
 
 def make_documents(num_prompts: int, vocabulary_size: int) -> list[list[int]]:
@@ -140,22 +103,22 @@ def make_documents(num_prompts: int, vocabulary_size: int) -> list[list[int]]:
 
 
 def _run_passes(demo: OffloadDemo, prompts: Sequence[list[int]], announce: Announce) -> OffloadReport:
-    starting = (("alone", demo.options.second_tp, False), ("first", demo.options.first_tp, True))
+    starting = (("alone", demo.options.decode_tp, False), ("first", demo.options.prefill_tp, True))
     with _engines(demo, starting, announce) as (alone, first):
-        reference, answers = _send_pass(f"no offload, TP {demo.options.second_tp}", alone, prompts, None, announce)
+        reference, answers = _send_pass(f"no offload, TP {demo.options.decode_tp}", alone, prompts, None, announce)
         alone.stop()
         lines = [reference]
         for name in ("nothing stored", "stored"):
-            line, _ = _send_pass(f"{name}, TP {demo.options.first_tp}", first, prompts, answers, announce)
+            line, _ = _send_pass(f"{name}, TP {demo.options.prefill_tp}", first, prompts, answers, announce)
             lines.append(line)
         block_size = cache_block_size(first.url)
         num_stored = _wait_until_on_disk(demo.disk_path, _num_blocks(prompts, block_size), announce)
         announce("killing the engine")
         first.process.kill()
         left = len(first.process.process_ids())
-    with _engines(demo, (("second", demo.options.second_tp, True),), announce) as (second,):
-        line, _ = _send_pass(f"after SIGKILL, TP {demo.options.second_tp}", second, prompts, answers, announce)
-        usage = _wait_until_free(second)
+    with _engines(demo, (("second", demo.options.decode_tp, True),), announce) as (second,):
+        line, _ = _send_pass(f"after SIGKILL, TP {demo.options.decode_tp}", second, prompts, answers, announce)
+        usage = poll(lambda: cache_usage(second.metrics()), lambda used: not used, FREE_SECONDS)
     left += len(second.process.process_ids())
     return OffloadReport((*lines, line), block_size, num_stored, usage, left)
 
@@ -165,15 +128,11 @@ def _engines(
     demo: OffloadDemo, names: Sequence[tuple[str, int, bool]], announce: Announce
 ) -> Iterator[tuple[Server, ...]]:
     """Start engines together (name, tensor-parallel size, whether it offloads) and end them on every exit."""
-    servers: list[Server] = []
-    try:
+    with running_servers(announce) as servers:
         for name, tp_size, offloads in names:
             servers.append(start_engine(name, demo.engine(tp_size, offloads=offloads), demo.folder))
-        wait_until_ready(servers, on_progress=lambda name, age: announce(f"{name}: starting, {age:.0f} s"))
+        wait_for(servers, announce)
         yield tuple(servers)
-    finally:
-        announce("stopping the engines")
-        stop_servers(servers)
 
 
 def _send_pass(
@@ -213,13 +172,13 @@ def _num_blocks(prompts: Sequence[list[int]], block_size: int) -> int:
 
 def _wait_until_on_disk(path: Path, num_blocks: int, announce: Announce) -> int:
     """Wait until the disk tier holds ``num_blocks``; return the number it holds, fewer after ``DISK_SECONDS``."""
-    deadline = time.monotonic() + DISK_SECONDS
-    while True:
-        held = _blocks_on_disk(path)
-        announce(f"disk: {held} of {num_blocks} blocks")
-        if held >= num_blocks or time.monotonic() > deadline:
-            return held
-        time.sleep(POLL_SECONDS)
+
+    def held() -> int:
+        found = _blocks_on_disk(path)
+        announce(f"disk: {found} of {num_blocks} blocks")
+        return found
+
+    return poll(held, lambda found: found >= num_blocks, DISK_SECONDS)
 
 
 def _blocks_on_disk(path: Path) -> int:
@@ -231,11 +190,3 @@ def _blocks_on_disk(path: Path) -> int:
         return sum(len(report.headers) for report in inspect(directory))
     finally:
         directory.close()
-
-
-def _wait_until_free(engine: Server) -> float:
-    """Return the used part of the engine's own cache, which all requests have left."""
-    deadline = time.monotonic() + FREE_SECONDS
-    while (usage := cache_usage(engine.metrics())) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    return usage

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from kvferry.models.layer_caches import AttentionCache
 from kvferry.units import format_bytes, format_rate
 
 MAX_LOG_PROBLEMS = 20
+MOST_COMPUTED = 0.1
+"""The part of the prompt tokens that a pass may compute whose blocks are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,81 +138,82 @@ class DemoReport:
 
     @property
     def problems(self) -> list[str]:
-        """Return a sentence about each problem of a run."""
-        problems = [f"request {index}: {line.error}" for index, line in enumerate(self.lines) if line.error]
-        problems += self.failures
-        different = [index for index, line in enumerate(self.lines) if not line.identical]
-        if different:
-            problems.append(f"requests {different} differ from the decode engine alone")
-        recomputed = [index for index, line in enumerate(self.lines) if line.computed_tokens > 1]
-        if recomputed:
-            problems.append(f"the decode engine computed more than one prompt token of requests {recomputed}")
-        logged = self.total("received_tokens")
-        if self.received.received != logged:
-            problems.append(
-                f"the engine's metrics count {self.received.received} received tokens, the transfers {logged}"
-            )
-        if self.received.computed > len(self.lines):
-            problems.append(f"the engine's metrics count {self.received.computed} computed tokens")
-        if self.total("bytes") != self.expected_bytes:
-            problems.append(f"{self.total('bytes')} bytes moved, the sizes of the caches give {self.expected_bytes}")
-        if self.reference.computed != self.total("prompt_tokens"):
-            problems.append("the decode engine did not compute all prompts of the reference")
-        if any(self.cache_usages.values()):
-            problems.append(f"cache blocks are still in use: {dict(self.cache_usages)}")
-        of_one_host = [index for index, line in enumerate(self.lines) if "cma" in line.transport]
-        if self.num_hosts > 1 and of_one_host:
-            problems.append(f"requests {of_one_host} moved by cma, which has no way between hosts")
-        if self.processes_left:
-            problems.append(f"{self.processes_left} processes are left")
-        return problems
+        """A sentence about each problem of the run."""
+        lines = list(enumerate(self.lines))
+        different = [index for index, line in lines if not line.identical]
+        recomputed = [index for index, line in lines if line.computed_tokens > 1]
+        of_one_host = [index for index, line in lines if "cma" in line.transport]
+        num_bytes, logged, received = self.total("bytes"), self.total("received_tokens"), self.received
+        checks = [
+            (different, f"requests {different} differ from the decode engine alone"),
+            (recomputed, f"the decode engine computed more than one prompt token of requests {recomputed}"),
+            (
+                received.received != logged,
+                f"the engine's metrics count {received.received} received tokens, the transfers {logged}",
+            ),
+            (received.computed > len(lines), f"the engine's metrics count {received.computed} computed tokens"),
+            (
+                num_bytes != self.expected_bytes,
+                f"{num_bytes} bytes moved, the sizes of the caches give {self.expected_bytes}",
+            ),
+            (
+                self.reference.computed != self.total("prompt_tokens"),
+                "the decode engine did not compute all prompts of the reference",
+            ),
+            (any(self.cache_usages.values()), f"cache blocks are still in use: {dict(self.cache_usages)}"),
+            (
+                self.num_hosts > 1 and of_one_host,
+                f"requests {of_one_host} moved by cma, which has no way between hosts",
+            ),
+            (self.processes_left, f"{self.processes_left} processes are left"),
+        ]
+        errors = [f"request {index}: {line.error}" for index, line in lines if line.error]
+        return [*errors, *self.failures, *(problem for is_wrong, problem in checks if is_wrong)]
 
     def print(self, console: Console) -> None:
         """Print a line per request, the totals, the descriptors of a per-layer layout, and the problems."""
-        shape, columns = self.shape, self._columns()
-        title = f"KV cache moved from prefill (TP {shape.prefill_tp}) to decode (TP {shape.decode_tp})"
-        title += f", {self.mode} router"
-        title += f", {self.num_hosts} hosts" if self.num_hosts > 1 else ""
-        table = Table(title=f"{title}, layout {self.layout}, blocks of {shape.block_size} tokens", show_footer=True)
-        for column, total, _ in columns:
-            table.add_column(column, str(total), justify="right")
+        shape, total, hosts = self.shape, self.total, f", {self.num_hosts} hosts" if self.num_hosts > 1 else ""
+        title = f"KV cache moved from prefill (TP {shape.prefill_tp}) to decode (TP {shape.decode_tp}), {self.mode}"
+        title += f" router{hosts}, layout {self.layout}, blocks of {shape.block_size} tokens"
+        table = Table(title=title, show_footer=True)
+        columns = {
+            "tokens": total("prompt_tokens"),
+            "received": self.received.received,
+            "computed": self.received.computed,
+            "bytes": format_bytes(total("bytes")),
+            "descriptors": total("descriptors"),
+            "per layer": self.per_layer_descriptors,
+            "wait ms": "",
+            "GB/s": _rate(total("bytes"), total("transfer_seconds")),
+            "by": "",
+            "identical": f"{total('identical')} of {len(self.lines)}",
+        }
+        for column, footer in columns.items():
+            table.add_column(column, str(footer), justify="right")
         for line in self.lines:
-            table.add_row(*(str(cell(line)) for _, _, cell in columns))
+            cells = [line.prompt_tokens, line.received_tokens, line.computed_tokens, format_bytes(line.bytes)]
+            cells += [line.descriptors, shape.per_layer_descriptors(line.prompt_tokens)]
+            cells += [f"{line.wait_seconds * 1e3:.1f}", _rate(line.bytes, line.transfer_seconds), line.transport]
+            table.add_row(*map(str, cells), "yes" if line.identical else "NO")
         console.print(table)
         console.print(
-            f"{self.total('descriptors')} descriptors; a per-layer layout would have needed "
+            f"{total('descriptors')} descriptors; a per-layer layout would have needed "
             f"{self.per_layer_descriptors}, one for each layer, block and pair of ranks. "
-            f"Expected bytes: {self.expected_bytes}, moved: {self.total('bytes')}."
+            f"Expected bytes: {self.expected_bytes}, moved: {total('bytes')}."
         )
         if self.mode == "concurrent":
             console.print("A wait begins when the decode engine has blocks, and may include the prefill.")
         console.print(f"Both caches were free {self.seconds_until_free:.2f} s after the last answer.")
-        for problem in self.problems:
-            console.print(f"[red]problem:[/red] {escape(problem)}")
+        _print_problems(self.problems, console)
 
-    def _columns(self) -> list[tuple[str, object, Callable[[RequestLine], object]]]:
-        """Return the title of each column, the total, and a function that returns the cell of a request."""
 
-        def rate(num_bytes: int, seconds: float) -> str:
-            return format_rate(num_bytes, seconds).removesuffix(" GB/s")
+def _rate(num_bytes: int, seconds: float) -> str:
+    return format_rate(num_bytes, seconds).removesuffix(" GB/s")
 
-        shape, total = self.shape, self.total
-        return [
-            ("tokens", total("prompt_tokens"), lambda line: line.prompt_tokens),
-            ("received", self.received.received, lambda line: line.received_tokens),
-            ("computed", self.received.computed, lambda line: line.computed_tokens),
-            ("bytes", format_bytes(total("bytes")), lambda line: format_bytes(line.bytes)),
-            ("descriptors", total("descriptors"), lambda line: line.descriptors),
-            ("per layer", self.per_layer_descriptors, lambda line: shape.per_layer_descriptors(line.prompt_tokens)),
-            ("wait ms", "", lambda line: f"{line.wait_seconds * 1e3:.1f}"),
-            (
-                "GB/s",
-                rate(total("bytes"), total("transfer_seconds")),
-                lambda line: rate(line.bytes, line.transfer_seconds),
-            ),
-            ("by", "", lambda line: line.transport),
-            ("identical", f"{total('identical')} of {len(self.lines)}", lambda line: "yes" if line.identical else "NO"),
-        ]
+
+def _print_problems(problems: Iterable[str], console: Console) -> None:
+    for problem in problems:
+        console.print(f"[red]problem:[/red] {escape(problem)}")
 
 
 def read_transfer_log(path: Path) -> dict[str, MovedCache]:
@@ -254,10 +257,6 @@ def _add_ranks(ranks: Sequence[Mapping[str, Any]]) -> MovedCache:
         transport="+".join(sorted({rank["transport"] for rank in ranks})),
         layout=ranks[0]["layout"],
     )
-
-
-MOST_COMPUTED = 0.1
-"""The part of the prompt tokens that a pass may compute whose blocks are stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,43 +303,39 @@ class OffloadReport:
 
     @property
     def problems(self) -> list[str]:
-        """Return a sentence about each problem of a run."""
-        problems = [f"{line.name}: {error}" for line in self.lines for error in line.errors]
-        for line in self.lines:
-            if line.identical != line.requests:
-                differing = line.requests - line.identical
-                problems.append(
-                    f"{line.name}: {differing} of {line.requests} answers differ from the engine without offload"
-                )
-            if line.computed + line.own_cache + line.loaded != line.prompt_tokens:
-                problems.append(f"{line.name}: the engine's counts do not add up to {line.prompt_tokens} prompt tokens")
+        """A sentence about each problem of the run."""
         _, _, second, restarted = self.lines
-        for line in (second, restarted):
-            if line.computed >= MOST_COMPUTED * line.prompt_tokens:
-                problems.append(f"{line.name}: {line.computed} of {line.prompt_tokens} prompt tokens were computed")
-        if not restarted.from_disk:
-            problems.append(f"{restarted.name}: nothing came from the disk tier")
-        if self.cache_usage:
-            problems.append(f"cache blocks are still in use: {self.cache_usage:.3f} of the engine's cache")
-        if self.processes_left:
-            problems.append(f"{self.processes_left} processes are left")
-        return problems
+        checks: list[tuple[object, str]] = []
+        for line in self.lines:
+            wrong, tokens = line.requests - line.identical, line.prompt_tokens
+            counted = line.computed + line.own_cache + line.loaded
+            is_stored = line in (second, restarted)
+            differ = f"{wrong} of {line.requests} answers differ from the engine without offload"
+            checks += [
+                (wrong, f"{line.name}: {differ}"),
+                (counted != tokens, f"{line.name}: the engine's counts do not add up to {tokens} prompt tokens"),
+                (
+                    is_stored and line.computed >= MOST_COMPUTED * tokens,
+                    f"{line.name}: {line.computed} of {tokens} prompt tokens were computed",
+                ),
+            ]
+        checks += [
+            (not restarted.from_disk, f"{restarted.name}: nothing came from the disk tier"),
+            (self.cache_usage, f"cache blocks are still in use: {self.cache_usage:.3f} of the engine's cache"),
+            (self.processes_left, f"{self.processes_left} processes are left"),
+        ]
+        errors = [f"{line.name}: {error}" for line in self.lines for error in line.errors]
+        return [*errors, *(problem for is_wrong, problem in checks if is_wrong)]
 
     def print(self, console: Console) -> None:
         """Print a line per pass and the problems."""
-        title = f"Prompt tokens by origin, as vLLM counts them; blocks of {self.block_size} tokens"
-        table = Table(title=title)
-        table.add_column("pass")
+        table = Table("pass", title=f"Prompt tokens by origin, as vLLM counts them; blocks of {self.block_size} tokens")
         for column in ("prompt tokens", "computed", "own cache", "host memory", "disk", "seconds", "identical"):
             table.add_column(column, justify="right")
         for line in self.lines:
-            table.add_row(line.name, *_cells(line))
+            counts = (line.prompt_tokens, line.computed, line.own_cache, line.from_host, line.from_disk)
+            cells = (*(f"{count:,}" for count in counts), f"{line.seconds:.1f}")
+            table.add_row(line.name, *cells, f"{line.identical} of {line.requests}")
         console.print(table)
         console.print(f"{self.blocks_on_disk} blocks were on disk when the engine was killed.", highlight=False)
-        for problem in self.problems:
-            console.print(f"[red]problem:[/red] {escape(problem)}")
-
-
-def _cells(line: PassLine) -> Sequence[str]:
-    counts = (line.prompt_tokens, line.computed, line.own_cache, line.from_host, line.from_disk)
-    return (*(f"{count:,}" for count in counts), f"{line.seconds:.1f}", f"{line.identical} of {line.requests}")
+        _print_problems(self.problems, console)

@@ -18,7 +18,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.digests import PER_ADVANCE, PartCells, PartDigests, check_computes
-from kvferry.execution.job import JobResult, Phase, clock
+from kvferry.execution.executor import JobResult, Phase, clock
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
 from kvferry.handoff.destination import DestinationLoad, Step

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvferry.arrays import memory_at
 from kvferry.errors import KVFerryError, PlanError, Reason
 from kvferry.execution.device import OVER, Mark
-from kvferry.execution.job import JobResult, Phase
+from kvferry.execution.executor import JobResult, Phase
 from kvferry.layout.shard import Shard
 from kvferry.plan.block_copies import BlockCopies, block_copies
 from kvferry.plan.planner import PairPlan, Planner

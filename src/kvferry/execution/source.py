@@ -20,7 +20,7 @@ import msgspec
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import DeferredActions
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests, check_computes
-from kvferry.execution.job import JobResult, Phase, clock
+from kvferry.execution.executor import JobResult, Phase, clock
 from kvferry.execution.own_rank import OwnRank
 from kvferry.execution.peers import Peers
 from kvferry.handoff.handshake import Versions, agree, compare_identities

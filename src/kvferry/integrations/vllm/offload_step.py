@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import JobResult
 from kvferry.integrations.vllm.observations import BYTES, SECONDS, Metric, ObservationMetrics, Observations
 from kvferry.plan.request import GroupBlocks
 from kvferry.tiers.slab_memory import SlabHandle

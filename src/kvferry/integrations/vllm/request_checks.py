@@ -3,8 +3,14 @@
 vLLM gives a connector no say there: an engine can only fail a request that it has admitted, with HTTP 500. So the
 plugin wraps two methods of vLLM: one that the completion, chat and responses end points call around each request, and
 one that every request passes on its way to the engine. See docs/decisions/refused-at-the-door.md.
+
+The plugin also puts ``kv_transfer_params`` into streamed answers, as vLLM itself does since 0.33: its proxy for
+conversations takes the parameters for the next turn from there. The methods that write a stream get the engine's
+results through an object that remembers the parameters, and these go into the event that ends the answer. See
+docs/decisions/turn-by-turn.md.
 """
 
+import asyncio
 import inspect
 import json
 import logging
@@ -12,16 +18,23 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
+from kvferry.handoff.wire.bootstrap import parse_address
+from kvferry.handoff.wire.trust import Trust
 from kvferry.integrations.vllm.connector_configs import may_be_for_another, own_settings
+from kvferry.integrations.vllm.scheduler.params import (
+    check_prompt,
+    check_signature,
+    names_transfer,
+    parse_params,
+    parse_transfer_params,
+)
+from kvferry.integrations.vllm.settings import parse_settings, trust_of
 from kvferry.integrations.vllm.versions import replace_once, streams_name_holds
 from kvferry.peer_log import PeerLog
-
-if TYPE_CHECKING:
-    from kvferry.handoff.wire.trust import Trust
 
 logger = PeerLog(logging.getLogger(__name__))
 
@@ -30,17 +43,6 @@ PROCESSOR_MODULE = "vllm.v1.engine.input_processor"
 _lets_go: ContextVar[bool] = ContextVar("kvferry_lets_go", default=False)
 """Whether vLLM lets the remote hold go when the request of this context is refused. A stream has begun by the time at
 which its prompt is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Door:
-    """Whom the engine behind this API server trusts; ``trust`` is None where this process cannot read the keys."""
-
-    extra_config: Mapping[str, Any]
-    trust: "Trust | None"
-
-
-_door: _Door | None = None
 
 
 def check_requests() -> None:
@@ -77,7 +79,7 @@ def check_params(config: Any, params: object, request_id: str, num_prompts: int 
             "Send each prompt in a request of its own.",
         )
     if params.get("do_remote_prefill"):
-        _check_source(_door_of(settings), params, request_id)
+        _check_source(_trust_of(json.dumps(dict(settings), sort_keys=True)), params, request_id)
 
 
 def check_own_prompt(config: Any, params: Any, request: Any) -> None:
@@ -90,8 +92,6 @@ def check_own_prompt(config: Any, params: Any, request: Any) -> None:
     # vLLM remembers images that it has given to the engine: to refuse such a prompt here would mislead it.
     if not params.get("do_remote_prefill") or request.mm_features or _is_for_another(config, params):
         return
-    from kvferry.integrations.vllm.scheduler.params import check_prompt, names_transfer, parse_params
-
     if names_transfer(params, request.request_id):
         return
     parsed = parse_params(params, request.request_id)
@@ -110,43 +110,30 @@ def _is_for_another(config: Any, params: Mapping[str, Any]) -> bool:
     return "kvferry" not in params and "transfer_id" not in params
 
 
-def _check_source(door: _Door, params: Mapping[str, Any], request_id: str) -> None:
+def _check_source(trust: Trust | None, params: Mapping[str, Any], request_id: str) -> None:
     """Refuse parameters that name no prefill engine, or one that is not trusted. Raises as :func:`check_params`."""
-    from kvferry.handoff.wire.bootstrap import parse_address
-    from kvferry.integrations.vllm.scheduler.params import (
-        check_signature,
-        names_transfer,
-        parse_params,
-        parse_transfer_params,
-    )
-
     if names_transfer(params, request_id):
         # No key signs what a router says of a transfer.
         host, _ = parse_address(parse_transfer_params(params, request_id).remote_bootstrap_addr)
     else:
         parsed = parse_params(params, request_id)
-        if door.trust is not None and door.trust.keys is not None:
-            check_signature(parsed, door.trust.keys, request_id)
+        if trust is not None and trust.keys is not None:
+            check_signature(parsed, trust.keys, request_id)
             return
         host = parsed.remote_host
-    if door.trust is not None:
-        door.trust.refuse_numeric(host)
+    if trust is not None:
+        trust.refuse_numeric(host)
 
 
-def _door_of(extra_config: Mapping[str, Any]) -> _Door:
-    """Return the door of this process, made with its first request: an API server has one engine's settings."""
-    global _door
-    if _door is None or _door.extra_config != extra_config:
-        from kvferry.integrations.vllm.settings import parse_settings, trust_of
-
-        settings, trust = parse_settings(extra_config), None
-        try:
-            trust = trust_of(settings)
-        except SettingsError as error:
-            # On another host than the engine, for example. The engine checks each request again.
-            logger.warning("kvferry: this API server leaves the check of signatures to its engine: %s", error)
-        _door = _Door(dict(extra_config), trust)
-    return _door
+@lru_cache(maxsize=1)  # an API server has one engine's settings
+def _trust_of(extra_config: str) -> Trust | None:
+    """Return whom the engine trusts, by its settings in JSON; None where this process cannot read the keys."""
+    try:
+        return trust_of(parse_settings(json.loads(extra_config)))
+    except SettingsError as error:
+        # On another host than the engine, for example. The engine checks each request again.
+        logger.warning("kvferry: this API server leaves the check of signatures to its engine: %s", error)
+        return None
 
 
 def number_of_prompts(prompt: object) -> int:
@@ -187,7 +174,7 @@ def _around_request(method: Any) -> Any:
             check_params(config, params, request_id, number_of_prompts(getattr(request, "prompt", None)))
         except HandoffError as error:
             awaitable.close()  # type: ignore[attr-defined]  # a coroutine that never runs
-            awaitable = _answer(serving.create_error_response(_refusal(error, request_id)))
+            awaitable = asyncio.sleep(0, serving.create_error_response(_refusal(error, request_id)))
         before = _lets_go.set(not getattr(request, "stream", False))
         try:
             return await method(serving, awaitable, request, raw_request)
@@ -195,10 +182,6 @@ def _around_request(method: Any) -> Any:
             _lets_go.reset(before)
 
     return check
-
-
-async def _answer(response: Any) -> Any:
-    return response
 
 
 def _before_engine(method: Any) -> Any:

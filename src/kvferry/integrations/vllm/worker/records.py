@@ -8,7 +8,7 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvferry.errors import Reason
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import JobResult
 from kvferry.integrations.vllm.failed_loads import FAILED, MAX_FAILED
 from kvferry.integrations.vllm.observations import BYTES, COUNTS, SECONDS, Metric, ObservationMetrics, Observations
 from kvferry.integrations.vllm.step import PromptLoad

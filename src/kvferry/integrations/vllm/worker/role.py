@@ -17,8 +17,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.destination import Compares, SourceEngines
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.digests import comparable
-from kvferry.execution.executor import Executor, cores_that_do_not_compute
-from kvferry.execution.job import JobResult
+from kvferry.execution.executor import Executor, JobResult, cores_that_do_not_compute
 from kvferry.execution.trial import Side, Trial
 from kvferry.handoff.holds import lease_lost, weights_changed
 from kvferry.handoff.messages import RankEntry, StillWriting
