@@ -19,7 +19,7 @@ from kvferry.execution import source as source_module
 from kvferry.execution.destination import Announcer
 from kvferry.execution.executor import JobResult
 from kvferry.execution.own_rank import OwnRank
-from kvferry.execution.peers import Peers
+from kvferry.execution.peers import Peers, is_on_this_host
 from kvferry.execution.source import Writer
 from kvferry.handoff import destination as handoff_destination
 from kvferry.handoff.holds import handle_of_transfer, transfer_of
@@ -44,7 +44,6 @@ from kvferry.handoff.wire.trust import Trust, nothing_listens
 from kvferry.layout.shard import encode_shard
 from kvferry.transport.end_points import own_identity
 from kvferry.transport.faults import FaultPlan
-from kvferry.transport.processes import is_on_this_host
 
 from ..waits import wait_until
 from .engines_in_process import BLOCK_SIZE, EPOCH, HEADS, HOST, IDENTITY, LAYERS, Rank

@@ -24,9 +24,10 @@ import re
 import stat
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ import numpy as np
 
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
+from kvferry.tiers.disk.runs import RUN_BYTES, HeaderWrite, LoadRun, Run, StoreRun
 from kvferry.tiers.disk.segments import (
     LOCK_NAME,
     MAX_CELL_BYTES,
@@ -42,10 +44,10 @@ from kvferry.tiers.disk.segments import (
     SegmentFiles,
     Shortage,
     errors_of,
+    neighbours,
     read_segment,
 )
 from kvferry.tiers.disk.space import Record, Segment, Space
-from kvferry.tiers.disk.workers import RUN_BYTES, HeaderWrite, LoadRun, Run, StoreRun, Task, Workers
 from kvferry.tiers.protocol import (
     CLOSE_SECONDS,
     BlockKey,
@@ -61,6 +63,7 @@ from kvferry.tiers.protocol import (
     check_slots,
     closed_error,
 )
+from kvferry.tiers.workers import Task, Workers
 from kvferry.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -73,6 +76,7 @@ is not the suspension of :mod:`~kvferry.tiers.guarded_tier`, which leaves all of
 RESERVED_BYTES = 16 * PAGE_BYTES
 """For the directory, the lock file and their growth."""
 _ROOT = 0
+cell_of = attrgetter("cell")
 _OWNER = re.compile(rb"\d*\n?")
 """What the lock file holds; a file of that name with anything else in it is another program's."""
 MIN_SEGMENTS, MAX_SEGMENTS = 8, 64
@@ -99,7 +103,6 @@ class DiskStore(Store):
 
     records: dict[int, Record] = field(default_factory=dict)
     runs: set[Run] = field(default_factory=set)
-    checksums: dict[int, int] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
     is_completed: bool = False
 
@@ -150,6 +153,7 @@ class LocalDisk:
         self._stores: set[DiskStore] = set()
         self._being_stored: set[BlockKey] = set()
         self._ended: list[TierCopy] = []
+        self._performed: deque[Task] = deque()
         self._done: deque[Task] = deque()
         self._failures: Counter[Reason] = Counter()
         self._num_evicted = 0
@@ -157,7 +161,7 @@ class LocalDisk:
         self._is_closed = False
         try:
             self._recover()
-            self._workers = Workers(num_threads, "kvferry-disk")
+            self._workers = Workers("kvferry-disk", self._performed, num_threads=num_threads)
         except BaseException:
             self._release()
             raise
@@ -255,12 +259,13 @@ class LocalDisk:
         for index, record in sorted(store.records.items(), reverse=True):  # the first block of a prefix goes last
             self._being_stored.discard(record.key)
             if store.landed[index]:
-                self._space.publish(record, store.checksums[index])
+                self._space.publish(record)
                 landed.setdefault(record.segment, []).append(record)
             elif index in store.finished:
                 self._space.give_back(record)
-        tasks = [HeaderWrite(self._files[segment], in_order_of_cells(records)) for segment, records in landed.items()]
-        self._workers.submit(tasks, is_load=False)
+        self._workers.submit(
+            [HeaderWrite(self._files[segment], sorted(records, key=cell_of)) for segment, records in landed.items()]
+        )
 
     def cancel(self, copy: TierCopy) -> None:
         """End a copy at once. A thread that still reads or writes for it touches no slot of it any more."""
@@ -322,7 +327,8 @@ class LocalDisk:
                 self._space.unpin(record)
         self._loads.clear()
         self._stores.clear()
-        if not self._workers.close(CLOSE_SECONDS):
+        self._workers.close()
+        if not self._workers.join(time.monotonic() + CLOSE_SECONDS):
             logger.warning("%s: closed while a disk thread hangs; it keeps the directory", self._directory.path)
             _never_closed.append(self)
             return
@@ -385,71 +391,58 @@ class LocalDisk:
 
     def _start(self, copy: DiskLoad | DiskStore, kind: type[LoadRun] | type[StoreRun]) -> None:
         """Queue the runs of a copy; a copy without any has ended."""
-        index_of = {record: index for index, record in copy.records.items()}
         addresses = copy.slots.addresses.tolist()
+        index_of = {record: index for index, record in copy.records.items()}
+        by_segment: dict[Segment, list[Record]] = {}
+        for record in index_of:
+            by_segment.setdefault(record.segment, []).append(record)
         runs: list[LoadRun | StoreRun] = []
-        for records in neighbours(index_of):
-            indices = [index_of[record] for record in records]
-            slots = [addresses[index] for index in indices]
-            runs.append(kind(copy, self._files[records[0].segment], records, indices, slots))
+        for segment in sorted(by_segment, key=lambda segment: segment.shape.segment_id):
+            most = max(1, RUN_BYTES // segment.shape.cell_bytes)
+            for records in neighbours(sorted(by_segment[segment], key=cell_of), most):
+                indices = [index_of[record] for record in records]
+                runs.append(kind(copy, self._files[segment], records, indices, [addresses[i] for i in indices]))
         copy.runs = set(runs)
         if runs:
-            self._workers.submit(runs, is_load=kind is LoadRun)
+            self._workers.submit(runs, is_urgent=kind is LoadRun)
         else:
             self._end(copy)
 
     def _collect(self) -> None:
         """Look at what the threads have done, and take what is left of copies that are over: it ends no copy."""
-        done = self._done
-        while self._workers.done:
-            task = self._workers.done.popleft()
+        while self._performed:
+            task = self._performed.popleft()
             if isinstance(task, Run) and not task.copy.has_ended:
-                done.append(task)
+                self._done.append(task)
             else:
                 self._take(task)
 
     def _take(self, task: Task) -> None:
-        if isinstance(task, LoadRun):
-            self._take_load(task)
-        elif isinstance(task, StoreRun):
-            self._take_store(task)
+        if isinstance(task, Run):
+            self._take_run(task)
         elif isinstance(task, HeaderWrite) and task.error is not None:
             self._failures[task.error.reason] += 1
 
-    def _take_load(self, run: LoadRun) -> None:
-        for index, record, error in zip(run.indices, run.records, run.errors, strict=True):
-            if error is not None and error.reason is not Reason.ABORTED and not isinstance(error, Shortage):
-                self._forget(record)
-            if not run.copy.has_ended:
-                self._note(run.copy, index, error)
-        self._count_down(run)
-
-    def _take_store(self, run: StoreRun) -> None:
+    def _take_run(self, run: Run) -> None:
         copy = run.copy
-        assert isinstance(copy, DiskStore)
-        for place, (index, record, error) in enumerate(zip(run.indices, run.records, run.errors, strict=True)):
-            copy.finished.add(index)
-            if error is None:
-                copy.checksums[index] = run.checksums[place]
-            if copy.is_completed:
-                self._space.give_back(record)
+        assert isinstance(copy, DiskLoad | DiskStore)
+        for index, record, error in zip(run.indices, run.records, run.errors, strict=True):
+            if isinstance(copy, DiskStore):
+                copy.finished.add(index)
+                if copy.is_completed:
+                    self._space.give_back(record)
+            elif error is not None and error.reason is not Reason.ABORTED and not isinstance(error, Shortage):
+                self._forget(record)
             if not copy.has_ended:
-                self._note(copy, index, error)
-        if run.files.is_removed:
+                if error is None:
+                    copy.landed[index] = True
+                else:
+                    copy.fail(1, error)
+        if isinstance(copy, DiskStore) and run.files.is_removed:
             self._drop(run.records[0].segment)
-        self._count_down(run)
-
-    def _note(self, copy: TierCopy, index: int, error: TierError | None) -> None:
-        if error is None:
-            copy.landed[index] = True
-        else:
-            copy.fail(1, error)
-
-    def _count_down(self, run: Run) -> None:
-        assert isinstance(run.copy, DiskLoad | DiskStore)
-        run.copy.runs.discard(run)
-        if not run.copy.runs and not run.copy.has_ended:
-            self._end(run.copy)
+        copy.runs.discard(run)
+        if not copy.runs and not copy.has_ended:
+            self._end(copy)
 
     def _give_up(self, copy: TierCopy, error: TierError) -> None:
         assert isinstance(copy, DiskLoad | DiskStore)
@@ -458,7 +451,7 @@ class LocalDisk:
         revoked = self._workers.revoke(copy.runs)
         if isinstance(copy, DiskStore):
             copy.landed[:] = False
-            copy.finished.update(index for run in revoked for index in run.indices)
+            copy.finished.update(index for run in copy.runs if run in revoked for index in run.indices)
         self._end(copy, error)
 
     def _end(self, copy: TierCopy, error: TierError | None = None) -> None:
@@ -469,7 +462,7 @@ class LocalDisk:
         """Hold a record no longer, here and on disk."""
         if record.is_held:
             self._space.forget(record)
-            self._workers.submit([HeaderWrite(self._files[record.segment], forgotten=record)], is_load=False)
+            self._workers.submit([HeaderWrite(self._files[record.segment], forgotten=record)])
 
     def _drop(self, segment: Segment) -> None:
         """Remove a segment whose files could not be made, and make no other for a while."""
@@ -482,7 +475,7 @@ class LocalDisk:
     # checks
 
     def _hangs(self) -> bool:
-        return len(self._workers.stalled(self._stall_seconds)) == self._workers.num_threads
+        return self._workers.hangs(self._stall_seconds)
 
     def _stalled_error(self) -> TierError:
         message = f"{self._directory.path} has not answered for {self._stall_seconds} seconds."
@@ -575,28 +568,6 @@ def _lock_directory(directory: Directory) -> None:
         raise
     except OSError as error:
         logger.info("%s cannot be locked itself, only its file %r: %s", directory.path, LOCK_NAME, error)
-
-
-def neighbours(records: Iterable[Record]) -> list[list[Record]]:
-    """Return the records of neighbouring cells together, in the order of the disk, up to ``RUN_BYTES``."""
-    runs: list[list[Record]] = []
-    for record in in_order_of_cells(records):
-        last = runs[-1][-1] if runs else None
-        if (
-            last is not None
-            and last.segment is record.segment
-            and last.cell + 1 == record.cell
-            and (len(runs[-1]) + 1) * record.segment.shape.cell_bytes <= RUN_BYTES
-        ):
-            runs[-1].append(record)
-        else:
-            runs.append([record])
-    return runs
-
-
-def in_order_of_cells(records: Iterable[Record]) -> list[Record]:
-    """Return the records in the order of the disk."""
-    return sorted(records, key=lambda record: (record.segment.shape.segment_id, record.cell))
 
 
 def _segment_bytes(usable_bytes: int) -> int:

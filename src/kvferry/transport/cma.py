@@ -17,6 +17,7 @@ import numpy as np
 
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, TransportError
+from kvferry.execution.peers import Process
 from kvferry.layout.shard import Region
 from kvferry.transport.copy_threads import CopyThreads
 from kvferry.transport.end_points import (
@@ -29,7 +30,6 @@ from kvferry.transport.end_points import (
     parse_start_time,
     unpack_regions,
 )
-from kvferry.transport.processes import Process
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
 from kvferry.transport.regions import RangeStream
 from kvferry.transport.registered_memory import RegisteredMemoryTransport, Sides
