@@ -1,7 +1,7 @@
 """Which weights vLLM has read for an adapter: they may change while the engine runs.
 
 Stored blocks of an adapter are named by a digest of these weights (:meth:`Adapters.names`), and prompts of different
-adapters do not move between engines (:mod:`~kvferry.integrations.vllm.scheduler.prompt_adapters`).
+adapters do not move between engines (:mod:`~kvferry.integrations.vllm.scheduler.params`).
 
 vLLM's hash of a block has the adapter's name and path, and the same path has other weights after the next training.
 vLLM reads the files of an adapter in ``add_lora``, else in the first step of a request that asks for the adapter's id,

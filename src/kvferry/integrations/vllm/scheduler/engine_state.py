@@ -10,7 +10,7 @@ from kvferry.handoff.remote_holds import LeaseKeeper
 from kvferry.handoff.wire.trust import Trust
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
-from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapters
+from kvferry.integrations.vllm.scheduler.params import PromptAdapters
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import StepMetadata
 

@@ -44,8 +44,7 @@ from kvferry.integrations.vllm.scheduler.blocks import check_filled_whole, group
 from kvferry.integrations.vllm.scheduler.destination import Destination
 from kvferry.integrations.vllm.scheduler.engine_state import EngineState
 from kvferry.integrations.vllm.scheduler.kept_blocks import Quarantine
-from kvferry.integrations.vllm.scheduler.params import leave_last_token
-from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapters
+from kvferry.integrations.vllm.scheduler.params import PromptAdapters, leave_last_token
 from kvferry.integrations.vllm.scheduler.source import Source, written_untold
 from kvferry.integrations.vllm.scheduler.turns import HeldAnswers
 from kvferry.integrations.vllm.scheduler.waits import LOOK_MOST_SECONDS, StepWaits

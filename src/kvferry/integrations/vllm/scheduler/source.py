@@ -29,8 +29,13 @@ from kvferry.integrations.vllm.scheduler.blocks import (
     held_blocks,
 )
 from kvferry.integrations.vllm.scheduler.engine_state import EngineState
-from kvferry.integrations.vllm.scheduler.params import answer_params, check_own_answers, prompt_digest, token_ids_of
-from kvferry.integrations.vllm.scheduler.prompt_adapters import PromptAdapter
+from kvferry.integrations.vllm.scheduler.params import (
+    PromptAdapter,
+    answer_params,
+    check_own_answers,
+    prompt_digest,
+    token_ids_of,
+)
 from kvferry.integrations.vllm.scheduler.router_beacon import FORGOTTEN_SECONDS, RouterBeacon, encode_zmq_address
 from kvferry.layout.shard import CacheKind
 from kvferry.peer_log import PeerLog
