@@ -45,8 +45,8 @@ from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import AnnouncedPrompt, EngineEndPoint, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate import decode_rank_entry
 from kvferry.integrations.vllm.worker import role as worker_role
-from kvferry.integrations.vllm.worker.handoff import Source
 from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps
+from kvferry.integrations.vllm.worker.role import Source
 from kvferry.layout.shard import CacheKind
 from kvferry.plan import digest_cells
 from kvferry.transport.end_points import own_identity

@@ -26,7 +26,6 @@ import numpy as np
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
 from kvferry.tiers.pool.index import PoolIndex
-from kvferry.tiers.pool.queues import Task, TaskQueue
 from kvferry.tiers.pool.store import PoolState, PoolStore, import_store
 from kvferry.tiers.pool.tasks import CANCELLED, Ask, Read, Removal, Transfer, Write
 from kvferry.tiers.protocol import (
@@ -46,6 +45,7 @@ from kvferry.tiers.protocol import (
     closed_error,
 )
 from kvferry.tiers.slab_memory import available_bytes
+from kvferry.tiers.workers import Task, Workers
 from kvferry.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -109,9 +109,9 @@ class RemotePool:
         self._store = PoolStore(master, share_bytes, region, num_threads=NUM_LOAD_THREADS + 1)
         self._store.renew()
         self._state = PoolState()
-        self._questions = TaskQueue("kvferry-pool-questions", self._done, idle=self._store.renew)
-        self._writes = TaskQueue("kvferry-pool-writes", self._done)
-        self._reads = TaskQueue("kvferry-pool-reads", self._done, num_threads=NUM_LOAD_THREADS)
+        self._questions = Workers("kvferry-pool-questions", self._done, idle=self._store.renew)
+        self._writes = Workers("kvferry-pool-writes", self._done)
+        self._reads = Workers("kvferry-pool-reads", self._done, num_threads=NUM_LOAD_THREADS)
         self._note_state()
         if not self._state.is_reachable:
             logger.warning("the pool's master at %s does not answer; no block is shared until it does", master)
@@ -143,7 +143,7 @@ class RemotePool:
             return found
         found, unknown = self._index.look_up(keys)
         if unknown:
-            self._questions.submit(Ask(self._store, unknown))
+            self._questions.submit([Ask(self._store, unknown)])
         return found
 
     def prepare_load(self, keys: Sequence[BlockKey], slots: Slots) -> PoolLoad:
@@ -281,7 +281,7 @@ class RemotePool:
         self._is_closed = True
         deadline = time.monotonic() + CLOSE_SECONDS
         for queue in queues:
-            queue.close()
+            queue.close(drops_queued=True)
         ends = [queue.join(deadline) for queue in queues]
         over: set[Transfer | None] = {None}
         while self._done:
@@ -307,11 +307,11 @@ class RemotePool:
 
     # copies
 
-    def _begin(self, copy: "PoolLoad | PoolStoring", transfer: Transfer, queue: TaskQueue) -> None:
+    def _begin(self, copy: "PoolLoad | PoolStoring", transfer: Transfer, queue: Workers) -> None:
         """Queue the transfer of a copy; one without blocks has ended."""
         copy.transfer = transfer
         if transfer.indices:
-            queue.submit(transfer)
+            queue.submit([transfer])
         else:
             self._end(copy)
 
@@ -321,7 +321,7 @@ class RemotePool:
         if transfer is None:
             return
         transfer.is_cancelled.set()
-        if (self._reads if isinstance(copy, PoolLoad) else self._writes).revoke(transfer):
+        if (self._reads if isinstance(copy, PoolLoad) else self._writes).revoke([transfer]):
             if isinstance(copy, PoolStoring):
                 _lose_all(copy)
             self._end(copy, error)
@@ -379,7 +379,7 @@ class RemotePool:
         """Let blocks go from the pool, before anything that is stored from now on."""
         if keys:
             self._index.leave(keys)
-            self._writes.submit(Removal(self._store, keys))
+            self._writes.submit([Removal(self._store, keys)])
 
     def _retry_removals(self) -> None:
         """Remove what could not be removed before, unless the block was stored again."""
@@ -387,7 +387,9 @@ class RemotePool:
         is_again = [key in index.own or index.is_being_stored(key) for key in keys]
         index.left(compress(keys, is_again))
         self._to_remove = []
-        self._writes.submit(Removal(self._store, [key for key, again in zip(keys, is_again, strict=True) if not again]))
+        self._writes.submit(
+            [Removal(self._store, [key for key, again in zip(keys, is_again, strict=True) if not again])]
+        )
 
     # the pool
 
@@ -404,7 +406,7 @@ class RemotePool:
         self._state = state
 
     def _is_reachable(self) -> bool:
-        return self._store.state.is_reachable and self._questions.busy_seconds() < SILENT_SECONDS
+        return self._store.state.is_reachable and not self._questions.hangs(SILENT_SECONDS)
 
     # checks
 

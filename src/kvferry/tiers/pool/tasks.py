@@ -31,13 +31,13 @@ class Ask:
     def perform(self) -> None:
         """Ask."""
         exists: list[bool] = []
-        try:
-            for at in range(0, len(self.keys), MAX_ASKED):
-                exists += self.store.exists(self.keys[at : at + MAX_ASKED])
-        except Exception as error:
-            logger.debug("a question to the pool has no answer: %r", error)
-            return
+        for at in range(0, len(self.keys), MAX_ASKED):
+            exists += self.store.exists(self.keys[at : at + MAX_ASKED])
         self.exists = exists
+
+    def fail(self, error: Exception) -> None:
+        """There is no answer."""
+        logger.debug("a question to the pool has no answer: %r", error)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,12 +50,12 @@ class Removal:
 
     def perform(self) -> None:
         """Remove them."""
-        try:
-            self.store.remove(self.keys)
-        except Exception as error:
-            logger.debug("blocks were not removed from the pool: %r", error)
-            return
+        self.store.remove(self.keys)
         self.is_done = True
+
+    def fail(self, error: Exception) -> None:
+        """They are still there."""
+        logger.debug("blocks were not removed from the pool: %r", error)
 
 
 @dataclass(slots=True, eq=False)
