@@ -24,8 +24,8 @@ from kvferry.integrations.vllm import offload_connector
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep
 from kvferry.integrations.vllm.plugin import register
+from kvferry.integrations.vllm.scheduler.waits import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.worker import caches as worker_caches
-from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 

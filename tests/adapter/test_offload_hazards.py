@@ -20,8 +20,8 @@ from kvferry.execution.executor import Executor
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
 from kvferry.integrations.vllm.scheduler import offload_tiers
+from kvferry.integrations.vllm.scheduler.waits import IdleSteps
 from kvferry.integrations.vllm.worker import offload as worker_offload
-from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
 from kvferry.layout.shard import Region
 from kvferry.tiers import local_disk
 from kvferry.tiers.disk.segments import SegmentFiles

@@ -24,7 +24,7 @@ from kvferry.execution.local_copy import LocalCopy
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
 from kvferry.integrations.vllm.scheduler import offload
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
-from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS
+from kvferry.integrations.vllm.scheduler.waits import FIRST_WAIT_SECONDS
 from kvferry.layout.shard import CacheKind
 
 from . import test_offload_worker as rank_tests

@@ -41,11 +41,11 @@ from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Keys, make_keys
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.blocks import group_name
+from kvferry.integrations.vllm.scheduler.waits import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import AnnouncedPrompt, EngineEndPoint, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate import decode_rank_entry
 from kvferry.integrations.vllm.worker import role as worker_role
-from kvferry.integrations.vllm.worker.idle_steps import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.worker.role import Source
 from kvferry.layout.shard import CacheKind
 from kvferry.plan import digest_cells
