@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvferry.execution.executor import JobResult
-from kvferry.integrations.vllm.observations import Observations
 from kvferry.integrations.vllm.offload_step import OffloadStatistics
 from kvferry.integrations.vllm.step import PromptLoad
-from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
+from kvferry.integrations.vllm.worker.records import Observations, Statistics, TransferLog
 from kvferry.layout.named_layouts import NamedLayout
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -348,7 +348,7 @@ def test_a_question_without_an_answer_makes_blocks_absent(engines: tuple[Engine,
         def perform(self) -> None:
             may_end.wait(60.0)
 
-    first.tier._questions.submit(Silence())
+    first.tier._questions.submit([Silence()])
     assert first.held(keys) == keys
     wait_until(lambda: first.held(keys) == [], "the tier notices", seconds=10 * SILENT_SECONDS)
     may_end.set()

@@ -320,7 +320,7 @@ class RemotePool:
         transfer = copy.transfer
         if transfer is None:
             return
-        transfer.is_cancelled.set()
+        transfer.is_cancelled = True
         if (self._reads if isinstance(copy, PoolLoad) else self._writes).revoke([transfer]):
             if isinstance(copy, PoolStoring):
                 _lose_all(copy)
@@ -342,7 +342,7 @@ class RemotePool:
 
     def _take_transfer(self, transfer: Transfer, now: float) -> None:
         copy, is_load = transfer.copy, isinstance(transfer, Read)
-        if not is_load and transfer.is_cancelled.is_set():
+        if not is_load and transfer.is_cancelled:
             _lose_all(copy)
             self._end(copy, CANCELLED)
             return

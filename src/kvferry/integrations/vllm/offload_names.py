@@ -129,14 +129,6 @@ class BlockNames:
         )
         return replace(self, namespace=secrets.token_bytes(NAMESPACE_BYTES), private=private)
 
-    def check_shareable(self) -> None:
-        """Raise :class:`SettingsError` where the names mean nothing outside of this process, or might mislead there.
-
-        Disk and pool outlive the process or serve several: unrepeatable-hashes, unknown-weights.
-        """
-        if self.private is not None:
-            raise self.private.without_traceback()
-
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
@@ -151,11 +143,6 @@ class EngineFacts:
         # A copy without Python's types, which is what a reader of the JSON sees.
         encoded = json.dumps({**self.facts, "slab": _slab(slab)}, sort_keys=True, default=str)
         return BlockNames(namespace_of(encoded), json.loads(encoded), self.private, self.hash_bytes)
-
-    def check_shareable(self) -> None:
-        """Raise as :meth:`BlockNames.check_shareable`."""
-        if self.private is not None:
-            raise self.private.without_traceback()
 
 
 def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str) -> EngineFacts:
@@ -318,13 +305,10 @@ def _group(group: CacheGroup) -> dict[str, Any]:
 def _digest_of_files(place: Path) -> str:
     """Return a digest of a local model's small files; a hub's model is named by its commit."""
     digest = hashlib.blake2b(digest_size=NAMESPACE_BYTES)
-    for path in _matching(files_of(place)):
-        digest.update(json.dumps([path.name, hashlib.sha256(path.read_bytes()).hexdigest()]).encode())
+    for path in files_of(place):
+        if any(path.match(pattern) for pattern in _MODEL_FILES):
+            digest.update(json.dumps([path.name, hashlib.sha256(path.read_bytes()).hexdigest()]).encode())
     return digest.hexdigest()
-
-
-def _matching(files: Iterable[Path]) -> list[Path]:
-    return [path for path in files if any(path.match(pattern) for pattern in _MODEL_FILES)]
 
 
 def _weights(vllm_config: "VllmConfig", model: "ModelConfig") -> Weights:

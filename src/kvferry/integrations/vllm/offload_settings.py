@@ -10,7 +10,6 @@ from kvferry.integrations.vllm.settings import CacheLayout, TransferCores, about
 from kvferry.units import parse_bytes
 
 LONGEST_WAIT_SECONDS = 86400
-_SIZES = ("host_bytes", "disk_bytes", "pool_bytes")
 
 
 class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -116,37 +115,23 @@ def parse_offload_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:
 [invalid-setting]
     """
     given = dict(extra_config)
-    for name in _SIZES:
+    for name in ("host_bytes", "disk_bytes", "pool_bytes"):
         if isinstance(given.get(name), str):
-            given[name] = _parsed_size(name, given[name])
+            try:
+                given[name] = parse_bytes(given[name])
+            except ValueError as error:
+                remedy = 'Give a number of bytes, or text such as "8 GiB".'
+                raise SettingsError(Reason.INVALID_SETTING, f"{name} {error}.", remedy) from error
     settings = converted(given, OffloadSettings)
-    _check_pair(settings, "disk_path", "disk_bytes")
-    _check_pair(settings, "pool_master", "pool_bytes")
+    for place, size in (("disk_path", "disk_bytes"), ("pool_master", "pool_bytes")):
+        if bool(getattr(settings, place)) != bool(getattr(settings, size)):
+            told = f"{place} and {size} go together: where the tier is, and how large."
+            raise SettingsError(Reason.INVALID_SETTING, told, "Set both.")
     if settings.pool_master:
-        _check_master(settings.pool_master)
+        from kvferry.tiers.remote_pool import check_master  # most engines have no pool
+
+        try:
+            check_master(settings.pool_master)
+        except TierError as error:
+            raise SettingsError(error.reason, f"pool_master {error.message}", error.remedy) from error
     return settings
-
-
-def _parsed_size(name: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise SettingsError(
-            Reason.INVALID_SETTING, f"{name} {error}.", 'Give a number of bytes, or text such as "8 GiB".'
-        ) from error
-
-
-def _check_master(master: str) -> None:
-    from kvferry.tiers.remote_pool import check_master  # most engines have no pool
-
-    try:
-        check_master(master)
-    except TierError as error:
-        raise SettingsError(error.reason, f"pool_master {error.message}", error.remedy) from error
-
-
-def _check_pair(settings: OffloadSettings, place: str, size: str) -> None:
-    if bool(getattr(settings, place)) != bool(getattr(settings, size)):
-        raise SettingsError(
-            Reason.INVALID_SETTING, f"{place} and {size} go together: where the tier is, and how large.", "Set both."
-        )

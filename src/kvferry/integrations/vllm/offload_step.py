@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvferry.execution.executor import JobResult
-from kvferry.integrations.vllm.observations import BYTES, SECONDS, Metric, ObservationMetrics, Observations
+from kvferry.integrations.vllm.worker.records import BYTES, SECONDS, Metric, ObservationMetrics, Observations
 from kvferry.plan.request import GroupBlocks
 from kvferry.tiers.slab_memory import SlabHandle
 
@@ -177,12 +177,3 @@ class OffloadMetrics(ObservationMetrics):
     """The same observations for Prometheus."""
 
     OBSERVATIONS = OffloadStatistics
-
-
-def difference(now: Mapping[Any, int], before: Mapping[Any, int]) -> dict[Any, int]:
-    """Return what counters have gained, without those that have not changed.
-
-    >>> difference({"a": 3, "b": 1}, {"a": 1, "b": 1})
-    {'a': 2}
-    """
-    return {key: number - before.get(key, 0) for key, number in now.items() if number != before.get(key, 0)}

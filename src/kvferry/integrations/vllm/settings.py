@@ -292,14 +292,27 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     settings = converted(extra_config, Settings)
     if settings.transport != "auto":
         check_transport(settings.transport)
-    _check_transfer_log(settings)
+    folder = Path(settings.transfer_log).parent
+    if settings.transfer_log and not folder.is_dir():
+        problem = f"transfer_log {settings.transfer_log!r}: there is no folder {str(folder)!r}."
+        raise invalid_setting(problem, "Make the folder, or name a file in one that exists.")
     _check_times(settings, extra_config)
     _check_host(settings)
-    _check_model_id(settings)
+    try:
+        as_peers_read(settings.model_id or "unset", Identifier)
+    except ValueError as error:
+        given = f"model_id {settings.model_id[:40]!r}, of {len(settings.model_id)} characters"
+        remedy = f"Write a name of at most {MAX_IDENTIFIER_LENGTH} characters."
+        raise invalid_setting(f"other engines refuse {given}: {error}.", remedy) from error
     _check_ports(settings)
     _check_keys(settings)
     _check_router(settings)
     return settings
+
+
+def invalid_setting(problem: str, remedy: str) -> SettingsError:
+    """Return the error (invalid-setting) of a setting that cannot be as it is."""
+    return SettingsError(Reason.INVALID_SETTING, problem, remedy)
 
 
 def converted(extra_config: Mapping[str, Any], kind: type[AnySettings]) -> AnySettings:
@@ -313,8 +326,9 @@ def converted(extra_config: Mapping[str, Any], kind: type[AnySettings]) -> AnySe
     try:
         return msgspec.convert(dict(extra_config), kind)
     except msgspec.ValidationError as error:
-        remedy = f"{_choices(kind, str(error))}{_LISTED}"
-        raise SettingsError(Reason.INVALID_SETTING, f"kv_connector_extra_config: {error}.", remedy) from error
+        raise invalid_setting(
+            f"kv_connector_extra_config: {error}.", f"{_choices(kind, str(error))}{_LISTED}"
+        ) from error
 
 
 def _choices(kind: type[msgspec.Struct], error: str) -> str:
@@ -333,108 +347,70 @@ def _choices(kind: type[msgspec.Struct], error: str) -> str:
     return ""
 
 
-def _if_default(name: str, given: Mapping[str, Any]) -> str:
-    return "" if name in given else ", the default"
-
-
 def _check_times(settings: Settings, given: Mapping[str, Any]) -> None:
+    def written(name: str) -> str:
+        return f"{getattr(settings, name):g}{'' if name in given else ', the default'}"
+
     most = settings.max_hold_seconds
-    times = {
-        "load_timeout_seconds": settings.load_timeout_seconds,
-        "lease_seconds": settings.lease_seconds,
-        "turn_seconds": settings.turn_seconds,
-    }
-    for name, seconds in times.items():
-        if seconds > most:
-            raise SettingsError(
-                Reason.INVALID_SETTING,
-                f"{name} ({seconds:g}{_if_default(name, given)}) is above max_hold_seconds "
-                f"({most:g}{_if_default('max_hold_seconds', given)}), after which a held prompt ends.",
+    for name in ("load_timeout_seconds", "lease_seconds", "turn_seconds"):
+        if (seconds := getattr(settings, name)) > most:
+            raise invalid_setting(
+                f"{name} ({written(name)}) is above max_hold_seconds ({written('max_hold_seconds')}), after which a "
+                "held prompt ends.",
                 f"Set max_hold_seconds to at least {seconds:g}, or {name} to at most {most:g}.",
             )
-
-
-def _check_transfer_log(settings: Settings) -> None:
-    folder = Path(settings.transfer_log).parent
-    if settings.transfer_log and not folder.is_dir():
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"transfer_log {settings.transfer_log!r}: there is no folder {str(folder)!r}.",
-            "Make the folder, or name a file in one that exists.",
-        )
 
 
 def _check_host(settings: Settings) -> None:
     """Check by the rule by which peers check the host that this engine's answers give."""
     for name in ("host", "advertised_host"):
-        if (given := getattr(settings, name)) not in ("", EVERY_INTERFACE):
-            _check_one_host(name, given)
-    name = "advertised_host" if settings.advertised_host else "host"
-    host = settings.reachable_host
-    if is_wildcard(host):
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"{name} {host!r} means every interface, which is no address that other engines can connect to.",
+        if (given := getattr(settings, name)) in ("", EVERY_INTERFACE):
+            continue
+        try:
+            check_host(given)
+        except ValueError as error:
+            meant = host_meant(given)
+            write = (
+                f"{meant!r}, a host alone, without 'http://' and without a port" if meant else "an address or a name"
+            )
+            raise invalid_setting(
+                f"{name} {error}.", f'Write {write}. The port has its own setting, "port".'
+            ) from error
+    if is_wildcard(settings.reachable_host):
+        name = "advertised_host" if settings.advertised_host else "host"
+        raise invalid_setting(
+            f"{name} {settings.reachable_host!r} means every interface, which is no address that other engines can "
+            "connect to.",
             'Set "advertised_host" to the address or name at which they reach this machine.',
         )
-
-
-def _check_one_host(name: str, host: str) -> None:
-    try:
-        check_host(host)
-    except ValueError as error:
-        meant = host_meant(host)
-        write = f"{meant!r}, a host alone, without 'http://' and without a port" if meant else "an address or a name"
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"{name} {error}.",
-            f'Write {write}. The port has its own setting, "port".',
-        ) from error
-
-
-def _check_model_id(settings: Settings) -> None:
-    try:
-        as_peers_read(settings.model_id or "unset", Identifier)
-    except ValueError as error:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"other engines refuse model_id {settings.model_id[:40]!r}, of {len(settings.model_id)} characters: "
-            f"{error}.",
-            f"Write a name of at most {MAX_IDENTIFIER_LENGTH} characters.",
-        ) from error
 
 
 def _check_ports(settings: Settings) -> None:
     found = _PORTS.fullmatch(settings.rank_ports)
     if settings.rank_ports and not (found and 1 <= int(found[1]) <= int(found[2]) <= LAST_PORT):
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"rank_ports {settings.rank_ports!r} names no range of ports from 1 to {LAST_PORT}.",
-            "Write the first and the last one, such as '5700-5799'.",
-        )
+        problem = f"rank_ports {settings.rank_ports!r} names no range of ports from 1 to {LAST_PORT}."
+        raise invalid_setting(problem, "Write the first and the last one, such as '5700-5799'.")
     control_port(settings, 0)
-    if settings.rank_ports and settings.bootstrap_port in settings.ports_of_ranks:
-        raise _is_of_ranks(settings, f"bootstrap_port {settings.bootstrap_port}")
+    if settings.rank_ports:
+        _check_not_of_ranks(settings, settings.bootstrap_port, f"bootstrap_port {settings.bootstrap_port}")
 
 
-def _is_of_ranks(settings: Settings, port: str) -> SettingsError:
-    return SettingsError(
-        Reason.INVALID_SETTING,
-        f"{port} is also in rank_ports {settings.rank_ports!r}: a rank may take it first.",
-        'Set "rank_ports" to a range without it.',
-    )
+def _check_not_of_ranks(settings: Settings, port: int, name: str) -> None:
+    if port in settings.ports_of_ranks:
+        raise invalid_setting(
+            f"{name} is also in rank_ports {settings.rank_ports!r}: a rank may take it first.",
+            'Set "rank_ports" to a range without it.',
+        )
 
 
 def _check_keys(settings: Settings) -> None:
     if settings.keys and settings.allow_unauthenticated:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
+        raise invalid_setting(
             "keys and allow_unauthenticated are both set: with keys, no engine is heard that is not authenticated.",
             'Leave out "allow_unauthenticated", or "keys".',
         )
     if not (settings.keys or settings.allow_unauthenticated or is_loopback(settings.host)):
-        raise SettingsError(
-            Reason.INVALID_SETTING,
+        raise invalid_setting(
             f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there could "
             "read, change and free caches.",
             "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
@@ -442,8 +418,7 @@ def _check_keys(settings: Settings) -> None:
         )
     for host in settings.allowed_hosts:
         if as_network(host) is None and not _NAME.fullmatch(host):
-            raise SettingsError(
-                Reason.INVALID_SETTING,
+            raise invalid_setting(
                 f"allowed_hosts has {host!r}, which is no name, address or network.",
                 "Write 'prefill-0.example', '10.1.2.3', '[fd00::1]' or '10.1.0.0/16', without a port.",
             )
@@ -457,31 +432,23 @@ def trust_of(settings: Settings) -> Trust:
 
 def _check_router(settings: Settings) -> None:
     if bool(settings.router_address) != bool(settings.http_address):
-        raise SettingsError(
-            Reason.INVALID_SETTING,
+        raise invalid_setting(
             "router_address and http_address go together: where the router listens, and where it is to send requests.",
             "Set both, or none where the router sends to one engine after the other.",
         )
-    if not settings.router_address:
-        return
-    _check_place("router_address", settings.router_address)
-    if is_wildcard(_check_place("http_address", settings.http_address)):
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"http_address {settings.http_address!r} means every interface, which is no address that the router can "
-            "connect to.",
-            "Write the address or name at which the router reaches this engine's API server, and its port.",
-        )
-
-
-def _check_place(name: str, given: str) -> str:
-    """Return the host of ``host:port``."""
-    try:
-        return parse_place(given)[0]
-    except ValueError as error:
-        raise SettingsError(
-            Reason.INVALID_SETTING, f"{name} {error}.", "Write host:port without 'http://', such as '10.0.0.1:8000'."
-        ) from error
+    for name in ("router_address", "http_address") if settings.router_address else ():
+        given = getattr(settings, name)
+        try:
+            host, _ = parse_place(given)
+        except ValueError as error:
+            raise invalid_setting(
+                f"{name} {error}.", "Write host:port without 'http://', such as '10.0.0.1:8000'."
+            ) from error
+        if name == "http_address" and is_wildcard(host):
+            raise invalid_setting(
+                f"{name} {given!r} means every interface, which is no address that the router can connect to.",
+                "Write the address or name at which the router reaches this engine's API server, and its port.",
+            )
 
 
 def control_port(settings: Settings, data_parallel_index: int) -> int:
@@ -498,12 +465,10 @@ def control_port(settings: Settings, data_parallel_index: int) -> int:
         return 0
     port = settings.port + data_parallel_index
     if port > LAST_PORT:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
+        raise invalid_setting(
             f"port {settings.port} leaves no port for data-parallel rank {data_parallel_index}: ports end at "
             f"{LAST_PORT}.",
             'Set a lower "port", or 0, which takes a free one for each rank.',
         )
-    if port in settings.ports_of_ranks:
-        raise _is_of_ranks(settings, f"port {port} of data-parallel rank {data_parallel_index}")
+    _check_not_of_ranks(settings, port, f"port {port} of data-parallel rank {data_parallel_index}")
     return port

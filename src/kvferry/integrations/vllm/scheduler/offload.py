@@ -7,7 +7,7 @@ No step waits, and no block is reused under a copy. See docs/decisions/offload-c
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 from kvferry.integrations.vllm.adapters import Adapters, hear_of_loads
 from kvferry.integrations.vllm.offload_names import engine_facts
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
-from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep, RankReport, difference
+from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep, RankReport
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
 from kvferry.integrations.vllm.scheduler.offload_loads import Loads, OffloadRequest, names_of
 from kvferry.integrations.vllm.scheduler.offload_stores import ReadBlockIds, Stores
@@ -53,18 +53,12 @@ while a block is kept."""
 class OffloadScheduler:
     """One engine. Every method has the name of vLLM's call that it answers; all are of the engine core's thread."""
 
-    def __init__(
-        self,
-        vllm_config: "VllmConfig",
-        kv_cache_config: "KVCacheConfig",
-        settings: OffloadSettings,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", settings: OffloadSettings) -> None:
         shapes = group_shapes(kv_cache_config)
         parallel = vllm_config.parallel_config
         hashed = tokens_per_hash(vllm_config, kv_cache_config)
-        self._settings, self._clock = settings, clock
-        self._groups = stored_groups(shapes, settings.block_size, hashed)
+        self._clock: Callable[[], float] = time.monotonic
+        self._groups = groups = stored_groups(shapes, settings.block_size, hashed)
         check_window_interval(shapes, settings.window_interval)
         self._num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         # A drafter's caches of the last accepted tokens are settled by its next pass. Until then they are no error: the
@@ -76,8 +70,7 @@ class OffloadScheduler:
         check_settings(settings, facts, parallel.data_parallel_index)
 
         def make_tiers(ranks: Sequence[bytes]) -> Tiers:
-            engine_blocks = self._groups[0].engine_blocks
-            tiers = open_tiers(settings, facts, ranks, engine_blocks, parallel.data_parallel_index)
+            tiers = open_tiers(settings, facts, ranks, groups[0].engine_blocks, parallel.data_parallel_index)
             if self._was_reset:
                 tiers.names = tiers.names.renewed()
             tiers.stack.journal.is_kept = self._events is not None
@@ -93,21 +86,18 @@ class OffloadScheduler:
         self._counts: Counter[str] = Counter()
         self._statistics = OffloadStatistics()
         events = vllm_config.kv_events_config
-        self._events = (
-            BlockEvents(self._groups, kv_cache_config) if events is not None and events.enable_kv_cache_events else None
-        )
-        self._reported: Mapping[tuple[str, ...], int] = {}
+        publishes = events is not None and events.enable_kv_cache_events
+        self._events = BlockEvents(groups, kv_cache_config) if publishes else None
+        self._reported: Counter[tuple[str, ...]] = Counter()
         """The tiers' totals that were reported."""
         self._rule = LoadRule(vllm_config.scheduler_config.max_num_batched_tokens)
         self._step_waits = StepWaits()
         self._engine = Engine()
         self._looks = Looks(self._engine.wake)
         job_ids = count(1)
-        self._stores = Stores(
-            self._groups, self._num_ranks, settings.window_interval, job_ids, self._counts, self._events
-        )
-        told = self._counts, self._statistics, self._events, lambda: self._clock()
-        self._loads = Loads(vllm_config, self._groups, settings, self._rule, job_ids, *told)
+        shared = job_ids, self._counts, self._events
+        self._stores = Stores(groups, self._num_ranks, settings.window_interval, *shared)
+        self._loads = Loads(vllm_config, groups, settings, self._rule, self._statistics, lambda: self._clock(), *shared)
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Keep blocks in this pool from now on."""
@@ -181,9 +171,11 @@ class OffloadScheduler:
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take what all ranks have reported of a step."""
-        if connector_output.invalid_block_ids:
-            self._disown_stores()
-        report = connector_output.kv_connector_worker_meta
+        tiers, report = self._start.tiers, connector_output.kv_connector_worker_meta
+        if connector_output.invalid_block_ids and tiers is not None:
+            # Another connector's load has failed, behind which vLLM has computed: blocks of this step and the next hold
+            # garbage. Requests offer them again when the stores have ended; vLLM computes them again by then.
+            self._stores.cancel(tiers.stack)
         if isinstance(report, RankReport):
             self._note_start(report)
             self._take_stored(report)
@@ -305,8 +297,8 @@ class OffloadScheduler:
 
     def _count_tiers(self, stack: Stack) -> None:
         """Count what the tiers did since the last call."""
-        totals = stack.totals
-        for (name, *labels), number in difference(totals, self._reported).items():
+        totals = Counter(stack.totals)
+        for (name, *labels), number in (totals - self._reported).items():
             self._statistics.count(name, number, *labels)
         self._reported = totals
         for tier, direction, seconds in stack.take_copy_seconds():
@@ -361,15 +353,6 @@ class OffloadScheduler:
             for entry in self._requests.values():
                 if entry.blocks is not None:
                     entry.blocks.num_offered = [0] * len(self._groups)
-
-    def _disown_stores(self) -> None:
-        """Let no store that is under way become visible, since another connector's load has failed.
-
-        vLLM computes behind such a load in the step that loads, so blocks of that step and the next hold garbage.
-        Requests offer their blocks again when the stores have ended; vLLM has begun to compute them again by then.
-        """
-        if self._start.tiers is not None:
-            self._stores.cancel(self._start.tiers.stack)
 
     def _finish_load(self, request_id: str, *, has_failed: bool) -> None:
         """No rank reads the slots of the load any more."""

@@ -10,8 +10,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import msgspec
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
@@ -40,17 +41,17 @@ class _Described:
     """A stored block as events describe it, and the tiers that hold it and in which it was announced."""
 
     number: int
-    hashes: "list[ExternalBlockHash]"
-    parent: "ExternalBlockHash | None"
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    lora_name: str | None
-    extra_keys: list[tuple[Any, ...] | None] | None
     group: int
+    event: BlockStored
+    """Without the tier."""
     tiers: set[str] = field(default_factory=set)
     """The tiers that hold it."""
     announced: set[str] = field(default_factory=set)
+
+    @property
+    def last(self) -> "tuple[int, ExternalBlockHash]":
+        """What names the block's end in the tree of prefixes: the group and the last hash."""
+        return self.group, self.event.block_hashes[-1]
 
 
 class BlockEvents:
@@ -82,8 +83,10 @@ class BlockEvents:
         """Take changes of the tiers, in the order in which they happened."""
         appeared: list[tuple[_Described, str]] = []
         for change in changes:
-            if isinstance(change, Change):
-                self._keep_from_withdrawal(change)
+            if isinstance(change, Change) and (lost := self._emptied.get(change.tier)):
+                # The last word on its blocks: a tier that was emptied may have got some of them again.
+                for key in change.keys:
+                    lost.pop(key, None)
             if isinstance(change, Change) and change.is_visible:
                 for key in change.keys:
                     described = self._seen.get(key) or self._unseen.pop(key, None)
@@ -97,8 +100,8 @@ class BlockEvents:
             if isinstance(change, Change):
                 self._remove(change.tier, change.keys)
             else:
-                lost = (key for key, described in self._seen.items() if change.tier in described.tiers)
-                self._emptied[change.tier] = dict.fromkeys(lost)
+                held = (key for key, described in self._seen.items() if change.tier in described.tiers)
+                self._emptied[change.tier] = dict.fromkeys(held)
         self._store(appeared)
 
     def reset(self) -> None:
@@ -118,12 +121,6 @@ class BlockEvents:
         events, self._events = self._events, []
         return events
 
-    def _keep_from_withdrawal(self, change: Change) -> None:
-        """Let a change be the last word on its blocks: a tier that was emptied may have got some of them again."""
-        if lost := self._emptied.get(change.tier):
-            for key in change.keys:
-                lost.pop(key, None)
-
     def _described(self, request: "Request", group: StoredGroup, place: int) -> _Described:
         size = group.shape.block_size
         begin, end = place * group.tokens, (place + 1) * group.tokens
@@ -133,57 +130,41 @@ class BlockEvents:
         ends = range(first + per_block - 1, end // group.tokens_per_hash, per_block)
         extra = [generate_block_hash_extra_keys(request, at, at + size, 0)[0] for at in range(begin, end, size)]
         lora = request.lora_request
-        return _Described(
-            number=next(self._numbers),
-            hashes=[maybe_convert_block_hash(hashes[at]) for at in ends],
-            parent=maybe_convert_block_hash(hashes[first - 1]) if first else None,
+        spec = self._specs[group.index]
+        event = BlockStored(
+            block_hashes=[maybe_convert_block_hash(hashes[at]) for at in ends],
+            parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
             token_ids=list(request.all_token_ids[begin:end]),
             block_size=size,
             lora_id=None if lora is None else lora.adapter_id,
+            medium=None,
             lora_name=None if lora is None else lora.name,
             extra_keys=kv_cache_utils.to_event_extra_keys(extra),
-            group=group.index,
+            group_idx=group.index,
+            kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
+            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
         )
+        return _Described(next(self._numbers), group.index, event)
 
     def _store(self, appeared: Sequence[tuple[_Described, str]]) -> None:
         """Announce blocks, parents before their children; a child without its parent waits for it.
 
-        A lower tier may bring a child first. Most parents in sliding windows are in no tier, so none is waited for.
+        A lower tier may bring a child first.
         """
         to_announce = deque(sorted(appeared, key=lambda each: each[0].number))
         while to_announce:
             described, tier = to_announce.popleft()
-            parent = described.parent
-            if parent is not None and not self._is_announced(described.group, parent):
+            parent = described.event.parent_block_hash
+            # Most parents in sliding windows are in no tier, so none is waited for.
+            waits = parent is not None and self._groups[described.group].shape.kind is not CacheKind.SLIDING_WINDOW
+            if waits and (described.group, parent) not in self._announced:
                 self._orphans[described.group, parent].append((described, tier))
                 continue
             described.announced.add(tier)
-            last = described.group, described.hashes[-1]
+            last = described.last
             self._announced[last] += 1
-            self._events.append(self._stored_event(described, tier))
+            self._events.append(msgspec.structs.replace(described.event, **_place(tier)))
             to_announce.extendleft(reversed(self._orphans.pop(last, ())))
-
-    def _is_announced(self, group: int, parent: "ExternalBlockHash") -> bool:
-        is_window = self._groups[group].shape.kind is CacheKind.SLIDING_WINDOW
-        return is_window or (group, parent) in self._announced
-
-    def _stored_event(self, described: _Described, tier: str) -> BlockStored:
-        spec = self._specs[described.group]
-        return BlockStored(
-            block_hashes=described.hashes,
-            parent_block_hash=described.parent,
-            token_ids=described.token_ids,
-            block_size=described.block_size,
-            lora_id=described.lora_id,
-            medium=_medium(tier),
-            lora_name=described.lora_name,
-            extra_keys=described.extra_keys,
-            group_idx=described.group,
-            kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
-            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
-            locality=_locality(tier),
-            ownership=_ownership(tier),
-        )
 
     def _remove(self, tier: str, keys: Sequence[BlockKey]) -> None:
         """Announce that a tier holds these blocks no more, children before their parents."""
@@ -194,46 +175,32 @@ class BlockEvents:
                 continue
             described.tiers.remove(tier)
             if tier in described.announced:
-                self._withdraw(described, tier)
-                hashes.setdefault(described.group, []).extend(reversed(described.hashes))
+                described.announced.remove(tier)
+                self._announced[described.last] -= 1
+                if not self._announced[described.last]:
+                    del self._announced[described.last]
+                hashes.setdefault(described.group, []).extend(reversed(described.event.block_hashes))
             else:
                 self._forget_orphan(described, tier)
             if not described.tiers:
                 del self._seen[key]
         for group, gone in hashes.items():
-            self._events.append(
-                BlockRemoved(
-                    block_hashes=gone,
-                    medium=_medium(tier),
-                    group_idx=group,
-                    locality=_locality(tier),
-                    ownership=_ownership(tier),
-                )
-            )
-
-    def _withdraw(self, described: _Described, tier: str) -> None:
-        described.announced.remove(tier)
-        last = described.group, described.hashes[-1]
-        self._announced[last] -= 1
-        if not self._announced[last]:
-            del self._announced[last]
+            self._events.append(BlockRemoved(block_hashes=gone, group_idx=group, **_place(tier)))
 
     def _forget_orphan(self, described: _Described, tier: str) -> None:
-        assert described.parent is not None, "a block without a parent is announced at once"
-        place = described.group, described.parent
+        parent = described.event.parent_block_hash
+        assert parent is not None, "a block without a parent is announced at once"
+        place = described.group, parent
         self._orphans[place] = [each for each in self._orphans[place] if each != (described, tier)]
         if not self._orphans[place]:
             del self._orphans[place]
 
 
-def _medium(tier: str) -> str:
-    return MEDIUM_CPU if tier == HOST_MEMORY else MEDIUM_STORAGE
-
-
-def _locality(tier: str) -> str:
-    return "REMOTE" if tier in REMOTE else "LOCAL"
-
-
-def _ownership(tier: str) -> str | None:
-    """Return which of several tiers of one medium it is."""
-    return None if tier == HOST_MEMORY else tier
+def _place(tier: str) -> dict[str, str | None]:
+    """Return the fields of an event that say where a block is, and in which of several tiers of one medium."""
+    is_host = tier == HOST_MEMORY
+    return {
+        "medium": MEDIUM_CPU if is_host else MEDIUM_STORAGE,
+        "locality": "REMOTE" if tier in REMOTE else "LOCAL",
+        "ownership": None if is_host else tier,
+    }

@@ -56,8 +56,8 @@ def check_settings(settings: OffloadSettings, facts: EngineFacts, data_parallel_
         if settings.pool_bytes:
             sizes += f" and pool_bytes {format_bytes(settings.pool_bytes)}"
         raise TierError(Reason.TIER_FAILED, f"{sizes}; {format_bytes(available)} are available.", "Set fewer.")
-    if settings.disk_path or settings.pool_master:
-        facts.check_shareable()
+    if facts.private is not None and (settings.disk_path or settings.pool_master):
+        raise facts.private.without_traceback()
     if settings.disk_path:
         check_directory(disk_folder(settings, data_parallel_rank))
     if settings.pool_master:
@@ -74,16 +74,11 @@ def disk_folder(settings: OffloadSettings, data_parallel_rank: int) -> Path:
     return folder / f"dp{data_parallel_rank}" if data_parallel_rank else folder
 
 
-def lower_tiers(
-    settings: OffloadSettings, region: Region, names: BlockNames, data_parallel_rank: int
-) -> list[LowerTier]:
+def lower_tiers(settings: OffloadSettings, region: Region, data_parallel_rank: int) -> list[LowerTier]:
     """Open the tiers below host memory, the quickest first, for slots of the slab at ``region``.
 
     Raises :class:`KVFerryError`; then none stays open.
     """
-    if not (settings.disk_path or settings.pool_master):
-        return []
-    names.check_shareable()
     with ExitStack() as opened:
         tiers: list[LowerTier] = []
         if settings.pool_master:
@@ -100,7 +95,7 @@ def open_tiers(
     facts: EngineFacts,
     ranks: Sequence[bytes],
     engine_blocks: int,
-    data_parallel_rank: int = 0,
+    data_parallel_rank: int,
 ) -> Tiers:
     """Make the slab for the caches of all ranks, and open the tiers on it.
 
@@ -122,7 +117,7 @@ def open_tiers(
         host = HostMemory(slab, Eviction(settings.eviction))
         order = SlabOrder(memory.handle, tuple(ranks), num_blocks, engine_blocks)
         # Last: nothing behind it can fail, so no tier stays open on memory that is gone.
-        stack = Stack(host, lower_tiers(settings, memory.region, names, data_parallel_rank))
+        stack = Stack(host, lower_tiers(settings, memory.region, data_parallel_rank))
         opened.pop_all()
     room = f"{min(num_blocks.values())} stored blocks of each cache group ({len(num_blocks)})"
     logger.info("kvferry: %s of host memory, room for %s.", format_bytes(length), room)

@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 
 from kvferry.errors import KVFerryError, LayoutError, Reason
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
-from kvferry.execution.executor import Executor, JobResult, cores_that_do_not_compute
+from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute
 from kvferry.execution.pinned_copy import PinnedMemory
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
-
-NOTHING_TO_REPORT = RankReport()
 
 
 class OffloadWorker:
@@ -131,14 +129,15 @@ class OffloadWorker:
         received = set(failed)
         if self._executor is None:
             return received, failed
-        seconds = wait_seconds if self._orders and not (received or self._reports_a_store) else 0.0
-        for result in self._executor.collect(seconds):
+        reports = bool(received or self._report.stored or self._report.failed)
+        for result in self._executor.collect(wait_seconds if self._orders and not reports else 0.0):
             order = self._orders.pop(result.job_id)
             self._statistics.record(result, "store" if isinstance(order, StoreOrder) else "load")
             if result.error is not None:
                 logger.error("kvferry: rank %d failed to copy %s: %s", self._index, result.job_id, result.error)
             if isinstance(order, StoreOrder):
-                self._count_store(order, result)
+                counter = self._report.stored if result.error is None else self._report.failed
+                counter[order.job_id] += 1
                 continue
             received.add(order.request_id)
             if result.error is not None:
@@ -147,10 +146,8 @@ class OffloadWorker:
 
     def take_report(self) -> RankReport | None:
         """Return what this rank has to report since the last call; None where there is nothing."""
-        if self._report == NOTHING_TO_REPORT:
-            return None
         report, self._report = self._report, RankReport()
-        return report
+        return None if report == RankReport() else report
 
     def take_statistics(self) -> OffloadStatistics | None:
         """Return the statistics since the last call; None where there is no new one."""
@@ -167,10 +164,6 @@ class OffloadWorker:
         if self._copies is not None:
             self._copies.close()
             self._copies = None
-
-    @property
-    def _reports_a_store(self) -> bool:
-        return bool(self._report.stored or self._report.failed)
 
     def _open(self, order: SlabOrder) -> None:
         """Map the slab and report that this rank is ready, or why not: then the engine runs without offload."""
@@ -190,25 +183,18 @@ class OffloadWorker:
         logger.info("kvferry: rank %d mapped the slab and proved its copies in %.3f s", self._index, seconds)
 
     def _start(self, order: StoreOrder | LoadOrder, after: Mark) -> None:
-        is_load = isinstance(order, LoadOrder)
-        is_refused = isinstance(order, LoadOrder) and order.is_refused
-        if is_refused or self._copies is None or self._executor is None:
+        copies, executor, is_load = self._copies, self._executor, isinstance(order, LoadOrder)
+        if copies is None or executor is None or (isinstance(order, LoadOrder) and order.is_refused):
             if isinstance(order, LoadOrder):
                 self._refused.add(order.request_id)
             else:
                 self._report.failed[order.job_id] += 1
             return
-        job_id = f"{'load' if is_load else 'store'} {order.job_id}"
-        route = self._copies.loads if is_load else self._copies.stores
+        job_id, route = ("load", copies.loads) if is_load else ("store", copies.stores)
+        job_id = f"{job_id} {order.job_id}"
         self._orders[job_id] = order
-        copying = self._copies.copying
-        self._executor.submit(
-            LocalCopy(job_id, route, order.job_id, order.blocks, after, copying, fills_blocks=is_load)
-        )
-
-    def _count_store(self, order: StoreOrder, result: JobResult) -> None:
-        counter = self._report.stored if result.error is None else self._report.failed
-        counter[order.job_id] += 1
+        parts = job_id, route, order.job_id, order.blocks, after, copies.copying
+        executor.submit(LocalCopy(*parts, fills_blocks=is_load))
 
 
 class SlabCopies:
