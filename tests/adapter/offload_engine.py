@@ -337,7 +337,7 @@ class Engine:
         """What the last slot of a block with this hash must hold."""
         with pytest.MonkeyPatch.context() as patch:
             if lower is not None:
-                patch.setattr(offload_tiers, "lower_tiers", lambda _, region, *__: [lower(region)])
+                patch.setattr(offload_tiers, "lower_tiers", lambda _, region, __: [lower(region)])
             while starts and self.role.has_pending_work():
                 self.step()
 

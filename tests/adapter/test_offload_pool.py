@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
-from kvferry.integrations.vllm.offload_names import BlockNames, EngineFacts
+from kvferry.integrations.vllm.offload_names import EngineFacts
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
 from kvferry.integrations.vllm.scheduler import offload_tiers
 from kvferry.integrations.vllm.scheduler.offload_tiers import check_settings, lower_tiers
@@ -22,7 +22,6 @@ from kvferry.tiers.slab_memory import SlabMemory, available_bytes
 from ..local.pool_master import SHARE_BYTES, Master, skip_without_mooncake
 
 PRIVATE = SettingsError(Reason.UNKNOWN_WEIGHTS, "nobody knows the weights.")
-NAMES = BlockNames(bytes(14), {})
 FACTS = EngineFacts({}, None, 32)
 
 
@@ -53,7 +52,7 @@ def test_the_pool_comes_before_the_disk(tmp_path: Path, memory: SlabMemory) -> N
     )
     try:
         check_settings(both, FACTS, 0)
-        tiers = lower_tiers(both, memory.region, NAMES, 0)
+        tiers = lower_tiers(both, memory.region, 0)
         assert [tier.capabilities.name for tier in tiers] == ["remote_pool", "local_disk"]
         assert [tier.capabilities.capacity_bytes for tier in tiers] == [SHARE_BYTES, 4 << 20]
         for tier in tiers:
@@ -81,22 +80,19 @@ def test_no_pool_stays_open_where_the_disk_cannot_be(
     owner = LocalDisk(tmp_path / "a", 4 << 20, memory.region)
     both = settings(pool_master="a:1", pool_bytes=SHARE_BYTES, disk_path=str(tmp_path / "a"), disk_bytes="4 MiB")
     with pytest.raises(KVFerryError) as caught:
-        lower_tiers(both, memory.region, NAMES, 0)
+        lower_tiers(both, memory.region, 0)
     assert caught.value.reason is Reason.TIER_IN_USE
     assert FakePool.is_closed
     owner.close()
-    tiers = lower_tiers(both, memory.region, NAMES, 0)
+    tiers = lower_tiers(both, memory.region, 0)
     assert not FakePool.is_closed
     tiers[1].close()
 
 
-def test_names_that_mean_nothing_elsewhere_are_not_shared(memory: SlabMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_tiers, "RemotePool", FakePool)
+def test_names_that_mean_nothing_elsewhere_are_not_shared() -> None:
     pool = settings(pool_master="127.0.0.1:50051", pool_bytes=SHARE_BYTES)
     assert refusal(pool, replace(FACTS, private=PRIVATE), 0) is Reason.UNKNOWN_WEIGHTS
-    with pytest.raises(SettingsError):
-        lower_tiers(pool, memory.region, replace(NAMES, private=PRIVATE), 0)
-    assert lower_tiers(settings(), memory.region, replace(NAMES, private=PRIVATE), 0) == []
+    check_settings(settings(), replace(FACTS, private=PRIVATE), 0)
 
 
 def test_a_pool_that_cannot_be_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -281,8 +281,7 @@ def test_after_a_reset_no_earlier_block_is_found_and_running_requests_store_noth
     engine.add("running again", prompt_of(5))
     engine.run()
     assert engine.loaded["again"] == engine.loaded["running again"] == 0
-    with pytest.raises(SettingsError):
-        engine.role._start.opened.names.check_shareable()
+    assert engine.role._start.opened.names.private is not None
 
 
 def test_the_end_of_a_request_is_a_use_of_its_blocks_of_the_first_ones_last(make_engine: Callable[..., Engine]) -> None:

@@ -26,8 +26,7 @@ import numpy as np
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
 from kvferry.tiers.pool.index import PoolIndex
-from kvferry.tiers.pool.store import PoolState, PoolStore, import_store
-from kvferry.tiers.pool.tasks import CANCELLED, Ask, Read, Removal, Transfer, Write
+from kvferry.tiers.pool.store import CANCELLED, Ask, PoolState, PoolStore, Read, Removal, Transfer, Write, import_store
 from kvferry.tiers.protocol import (
     CLOSE_SECONDS,
     KEY_BYTES,

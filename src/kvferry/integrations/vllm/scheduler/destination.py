@@ -19,7 +19,6 @@ from kvferry.handoff.holds import handle_of_transfer, transfer_of
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.bootstrap import BootstrapQueries, Offer, query
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows
-from kvferry.integrations.vllm.scheduler.engine_state import EngineState
 from kvferry.integrations.vllm.scheduler.params import (
     HoldParams,
     TransferParams,
@@ -32,6 +31,7 @@ from kvferry.integrations.vllm.scheduler.params import (
     prompt_digest,
     read_params,
 )
+from kvferry.integrations.vllm.scheduler.role import EngineState
 from kvferry.integrations.vllm.step import AnnouncedPrompt, PromptLoad
 from kvferry.peer_log import PeerLog
 

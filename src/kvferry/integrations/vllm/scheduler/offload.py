@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.adapters import Adapters, hear_of_loads
+from kvferry.integrations.vllm.engine_core import Engine
 from kvferry.integrations.vllm.offload_names import engine_facts
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep, RankReport
@@ -25,7 +26,7 @@ from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, chec
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, check_window_interval, stored_groups
 from kvferry.integrations.vllm.scheduler.waits import Looks, StepWaits
 from kvferry.integrations.vllm.translate import group_shapes, refuse
-from kvferry.integrations.vllm.versions import Engine, check_block_hashes, tokens_per_hash
+from kvferry.integrations.vllm.versions import check_block_hashes, tokens_per_hash
 from kvferry.layout.shard import CacheKind
 from kvferry.tiers.load_rule import LoadRule
 from kvferry.tiers.stack import Stack

@@ -21,7 +21,7 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import Prompt
 from kvferry.handoff.wire.trust import Keys, check_host
 from kvferry.integrations.vllm.adapters import AdapterRead, Adapters
-from kvferry.integrations.vllm.scheduler.engine_state import EngineState
+from kvferry.integrations.vllm.scheduler.role import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
 from kvferry.layout.shard import MAX_BLOCK_SIZE, MAX_GROUPS
 

@@ -22,7 +22,6 @@ from kvferry.handoff.source import END, Prompt
 from kvferry.handoff.wire.bootstrap import BootstrapServer, Offer, id_in_epoch, signed
 from kvferry.handoff.wire.trust import in_url
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, blocks_up_to, has_every_block, has_state, held_blocks
-from kvferry.integrations.vllm.scheduler.engine_state import EngineState
 from kvferry.integrations.vllm.scheduler.params import (
     PromptAdapter,
     answer_params,
@@ -30,6 +29,7 @@ from kvferry.integrations.vllm.scheduler.params import (
     prompt_digest,
     token_ids_of,
 )
+from kvferry.integrations.vllm.scheduler.role import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import FORGOTTEN_SECONDS, RouterBeacon, encode_zmq_address
 from kvferry.layout.shard import CacheKind
 from kvferry.peer_log import PeerLog

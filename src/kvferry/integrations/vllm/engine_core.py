@@ -1,0 +1,227 @@
+"""What a connector asks of the engine that has built it."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from kvferry.errors import KVFerryError, Reason
+from kvferry.handoff.messages import FIRST_WEIGHTS, MAX_TEXT_LENGTH
+
+
+class Engine:
+    """What a connector in the scheduler asks of the engine core that has built it: vLLM offers no such calls.
+
+    The core's constructor builds the scheduler, which builds the connector: so the core is found on the caller's
+    stack. Without a core there, as in tests of the scheduler alone, nothing can be called and nothing is special.
+    """
+
+    def __init__(self) -> None:
+        from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+        self._core = _on_the_stack(EngineCore)
+        self.can_wake = isinstance(self._core, EngineCoreProc)
+        """Whether the core sleeps in a process of its own, and :meth:`wake` ends its sleep."""
+
+    def wake(self) -> None:
+        """Let the core look for work, by its own wake-up message; any thread may call it."""
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if self.can_wake:
+            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the core was told to end: it ends as soon as it has no work."""
+        from vllm.v1.engine.core import EngineShutdownState
+
+        return self.can_wake and self._core.shutdown_state is not EngineShutdownState.RUNNING
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the core was told to end, and finishes its requests first (``--shutdown-timeout``)."""
+        return self.is_ending and bool(self._core.vllm_config.shutdown_timeout > 0)
+
+    @property
+    def stays_awake(self) -> bool:
+        """Whether the core steps without a pause while it has work: it cannot be woken, or finishes before its end."""
+        return not self.can_wake or self.finishes
+
+    @property
+    def ends_ranks(self) -> bool:
+        """Whether the core's executor ends its ranks without one having failed; any thread may ask.
+
+        It notes a failure before it ends the other ranks.
+        """
+        executor = getattr(self._core, "model_executor", None)
+        return bool(getattr(executor, "shutting_down", False)) and not getattr(executor, "is_failed", False)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests the core has not finished; any thread may ask, also before the core has its scheduler."""
+        scheduler = getattr(self._core, "scheduler", None)
+        return 0 if scheduler is None else sum(scheduler.get_request_counts())
+
+    @property
+    def weights_version(self) -> str:
+        """The name that the operator gave the weights last; weights that were replaced in place have another."""
+        return FIRST_WEIGHTS if self._core is None else str(self._core.get_weight_version())[:MAX_TEXT_LENGTH]
+
+    def call_workers(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function of a module in every worker, with the worker and these arguments, and wait for all.
+
+        Only the scheduler's thread may call it. A rank may take as long as vLLM lets a step take. Where one does not
+        answer, the engine ends: vLLM would take a late answer for that of a later call. Raises :class:`KVFerryError`
+        (deadline-exceeded).
+        """
+        if self._core is None:
+            return
+        from vllm import envs
+        from vllm.v1.engine import EngineCoreRequestType
+
+        seconds = float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
+        try:
+            self._core.collective_rpc(function, seconds, arguments)
+        except TimeoutError as error:
+            if self.can_wake:
+                self._core.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+            raise KVFerryError(
+                Reason.DEADLINE_EXCEEDED,
+                f"a rank of this engine has not answered within {seconds:g} s.",
+                "The engine ends: start it again.",
+            ) from error
+
+    @property
+    def landed_loads(self) -> list[str]:
+        """The requests whose loads vLLM believes, and whose blocks its next step would take."""
+        scheduler = self._scheduler
+        return [] if scheduler is None else sorted(scheduler.finished_recving_kv_req_ids)
+
+    @property
+    def _scheduler(self) -> Any:
+        """The core's scheduler; None without a core, and until the core's constructor has made it."""
+        return getattr(self._core, "scheduler", None)
+
+    @property
+    def can_compute_anew(self) -> bool:
+        """Whether :meth:`compute_anew` has an effect."""
+        return self._scheduler is not None
+
+    def compute_anew(self, request_ids: Iterable[str]) -> None:
+        """Let the engine compute these requests, whose loads vLLM believes or is about to believe: as after a load that
+        has failed, whatever ``kv_load_failure_policy`` says. Only the scheduler's thread may call it.
+        """
+        from vllm.v1.request import RequestStatus
+
+        scheduler = self._scheduler
+        for request_id in request_ids if scheduler is not None else ():
+            request = scheduler.requests.get(request_id)
+            if request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+                request.num_computed_tokens = 0
+                scheduler.failed_recving_kv_req_ids.add(request_id)
+
+
+def _on_the_stack(kind: type) -> Any:
+    frame = sys._getframe()
+    while frame is not None:
+        if isinstance(found := frame.f_locals.get("self"), kind):
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+logger = logging.getLogger(__name__)
+
+RANK_NAME = "VllmWorker-"
+"""How vLLM's executor names the processes of its ranks."""
+STATUS_SECONDS = 1.0
+"""How long the exit status of a rank that has ended may take to be known."""
+PAUSE_SECONDS = 0.01
+
+
+class RankMonitor:
+    """Watches the ranks that this process has started, on a thread; kills all of them when one has failed.
+
+    A rank has failed when a signal has ended it, or when its exit status is not 0, unless vLLM ``ends_ranks``: it does
+    before it closes the connector, and kills those that take too long. Ranks that exit with status 0 are let alone.
+    Ranks of other hosts, and those that another process has started, are not watched.
+    """
+
+    def __init__(self, ranks: Sequence[BaseProcess], ends_ranks: Callable[[], bool] = lambda: False) -> None:
+        self._ranks, self._ends_ranks = list(ranks), ends_ranks
+        self._stop: int | None = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, args=(self._stop,), name="kvferry-ranks", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of_this_process(cls) -> "RankMonitor | None":
+        """Watch the ranks among the child processes of this process, vLLM's scheduler; None where there are none.
+
+        The caller is the constructor of a connector, as for :class:`Engine`.
+        """
+        ranks = [child for child in multiprocessing.active_children() if child.name.startswith(RANK_NAME)]
+        engine = Engine()
+        return cls(ranks, lambda: engine.ends_ranks) if ranks else None
+
+    def close(self) -> None:
+        """Stop watching; twice is fine."""
+        if self._stop is not None:
+            os.eventfd_write(self._stop, 1)
+            self._thread.join()
+            os.close(self._stop)
+            self._stop = None
+
+    def _run(self, stop: int) -> None:
+        living = {rank.sentinel: rank for rank in self._ranks}
+        while living:
+            ended = wait([*living, stop])
+            if stop in ended:
+                return
+            for sentinel in ended:
+                assert isinstance(sentinel, int)
+                if (status := _status_of(living.pop(sentinel))) and not self._ends_ranks():
+                    self._kill(list(living.values()), status)
+                    return
+
+    def _kill(self, living: Sequence[BaseProcess], status: int) -> None:
+        logger.error(
+            "kvferry: a rank of this engine %s: the engine cannot compute without it. Its other ranks are killed, so "
+            "that vLLM ends the engine and every client gets an error.",
+            f"was ended by {signal.Signals(-status).name}" if status < 0 else f"has exited with status {status}",
+        )
+        for rank in living:
+            rank.kill()
+
+
+def _status_of(rank: BaseProcess) -> int:
+    """Return the exit status of a rank that has ended, below 0 for a signal; 0 where it does not become known."""
+    deadline = time.monotonic() + STATUS_SECONDS
+    # vLLM's monitor asks for the status too: whoever comes second sees it a moment later.
+    while (status := rank.exitcode) is None and time.monotonic() < deadline:
+        time.sleep(PAUSE_SECONDS)
+    return status or 0
+
+
+class WorkerRole(Protocol):
+    """What a reset needs of a worker's role."""
+
+    def end_former_epoch(self, epoch: int, weights_version: str) -> None:
+        """End all that was held or announced before; the engine is in this epoch now, with weights of this version."""
+
+
+ROLES: WeakSet[WorkerRole] = WeakSet()
+"""The roles of this process: vLLM passes the call to a worker, which does not know the roles of its connectors."""
+
+
+def end_former_epoch(worker: object, epoch: int, weights_version: str) -> None:
+    """Do as :meth:`WorkerRole.end_former_epoch` in every role of the worker's process."""
+    for role in list(ROLES):
+        role.end_former_epoch(epoch, weights_version)
