@@ -129,7 +129,7 @@ def test_a_kernel_that_cannot_run_at_all_is_not_judged() -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cpu_attention_reads_what_the_connector_asks_for(dtype: str) -> None:
-    from kvferry.integrations.vllm.kernels.samples import check_attention
+    from kvferry.integrations.vllm.kernels.engine import check_attention
 
     verdicts = {verdict.layout: verdict for verdict in check_attention(dtype, 64, 64)}
     assert {
@@ -146,7 +146,7 @@ def test_mla_on_a_cpu_fails_on_cross_layer_layouts(dtype: str) -> None:
 
     bfloat16 is computed by AMX_MLA where the processor has AMX.
     """
-    from kvferry.integrations.vllm.kernels.samples import check_mla
+    from kvferry.integrations.vllm.kernels.engine import check_mla
 
     verdicts = {verdict.layout: verdict for verdict in check_mla(dtype)}
     assert all(verdicts[layout].fails for layout in CROSS_LAYER)
@@ -160,16 +160,16 @@ def start_engine_parts(layout: NamedLayout) -> tuple[Any, Any, Any]:
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
-    from kvferry.integrations.vllm.kernels import samples as samples
+    from kvferry.integrations.vllm.kernels import engine
 
     from .vllm_caches import get_kv_cache_config_from_groups
 
     recipe = {"num_key_value_heads": 2, "head_dim": 64}
-    with samples._small_model("Qwen3ForCausalLM", "qwen3", recipe) as path:
-        vllm_config = samples._engine_config(path, dtype="float32", block_size=128)
+    with engine._small_model("Qwen3ForCausalLM", "qwen3", recipe) as path:
+        vllm_config = engine._engine_config(path, dtype="float32", block_size=128)
     vllm_config.cache_config.kv_cache_layout = layout.value
-    spec = samples._make_layers(vllm_config)[0].get_kv_cache_spec(vllm_config)
-    groups = [KVCacheGroupSpec(list(samples.LAYER_NAMES), spec)]
+    spec = engine._make_layers(vllm_config)[0].get_kv_cache_spec(vllm_config)
+    groups = [KVCacheGroupSpec(list(engine.LAYER_NAMES), spec)]
     kv_cache_config = get_kv_cache_config_from_groups(vllm_config, groups, 64 << 20)
     views = allocate_kv_cache(kv_cache_config, torch.device("cpu"), KVCacheLayout[layout.name])
     return vllm_config, kv_cache_config, views

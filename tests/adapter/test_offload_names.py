@@ -25,7 +25,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from kvferry.errors import KVFerryError, LayoutError, Reason
+from kvferry.errors import LayoutError, Reason
 from kvferry.integrations.vllm import identity, offload_names, translate, versions
 from kvferry.integrations.vllm.adapters import Adapters
 from kvferry.integrations.vllm.identity import record_models, weights_of
@@ -532,7 +532,7 @@ def test_what_changes_no_byte_keeps_the_name(name: str, make_engine: Callable[[]
     before, after = one.names(), other.names()
     assert differing(before, after) == set()
     assert before == after
-    before.check_shareable()
+    assert before.private is None
 
 
 def test_a_dtype_has_one_name(make_engine: Callable[[], Engine]) -> None:
@@ -602,11 +602,8 @@ def test_packed_pages_are_stored_page_by_page(monkeypatch: pytest.MonkeyPatch) -
 
 def private(engine: Engine) -> Reason | None:
     """Return why only one process can use the names; None where others can."""
-    try:
-        engine.names().check_shareable()
-    except KVFerryError as error:
-        return error.reason
-    return None
+    error = engine.names().private
+    return None if error is None else error.reason
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
@@ -714,7 +711,7 @@ def test_a_change_of_any_one_tensor_is_seen(changed: str, tmp_path: Path) -> Non
 
 def test_a_change_is_seen_however_many_tensors_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few samples are left for each tensor, but one at least."""
-    monkeypatch.setattr(weights, "MAX_SAMPLES", 1)
+    monkeypatch.setattr(identity, "MAX_SAMPLES", 1)
     test_a_change_of_any_one_tensor_is_seen("layers.3.qkv", tmp_path)
 
 

@@ -29,8 +29,8 @@ from kvferry.handoff.messages import (
     decode_question,
     encode,
 )
-from kvferry.handoff.wire.addresses import in_url
 from kvferry.handoff.wire.bootstrap import Entry, Offer, id_in_epoch, parse_address
+from kvferry.handoff.wire.trust import in_url
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.plugin import CONNECTORS, register
 from kvferry.integrations.vllm.scheduler.params import parse_params, parse_transfer_params
@@ -133,7 +133,7 @@ def test_a_model_id_that_the_settings_take_is_one_that_every_peer_takes(model_id
 @example("a\nb")
 @example("a___decode_addr_b")
 def test_an_engine_id_with_which_an_engine_starts_is_one_that_every_peer_takes(engine_id: str) -> None:
-    from kvferry.integrations.vllm.first_checks import check_engine_id
+    from kvferry.integrations.vllm.connector_configs import check_engine_id
 
     settings = parse_settings({"router_address": "r:1", "http_address": "e:2"})
     with suppress(SettingsError):

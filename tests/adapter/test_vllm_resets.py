@@ -32,7 +32,7 @@ from kvferry.handoff.messages import (
     StillWriting,
 )
 from kvferry.handoff.wire.bootstrap import BootstrapQueries
-from kvferry.integrations.vllm.resets import ROLES, end_former_epoch
+from kvferry.integrations.vllm.engine_core import ROLES, end_former_epoch
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 
 from ..waits import wait_until

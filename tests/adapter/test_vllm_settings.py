@@ -199,19 +199,19 @@ def engine(use_mla: bool = False, is_hybrid: bool = False) -> Any:
 
 
 def test_the_layout_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.integrations.vllm import layout_choice
+    from kvferry.integrations.vllm import plugin
 
-    assert layout_choice.preferred_layout(engine(), Settings()) is NamedLayout.BHLNC
-    assert layout_choice.preferred_layout(engine(is_hybrid=True), Settings()) is NamedLayout.BLHNC
-    assert layout_choice.preferred_layout(engine(), Settings(layout="LBHNC")) is NamedLayout.LBHNC
-    monkeypatch.setattr(layout_choice, "on_cpu", lambda: True)
-    assert layout_choice.preferred_layout(engine(use_mla=True), Settings()) is None
-    monkeypatch.setattr(layout_choice, "on_cpu", lambda: False)
-    assert layout_choice.preferred_layout(engine(use_mla=True), Settings()) is NamedLayout.BLHNC
+    assert plugin.preferred_layout(engine(), Settings()) is NamedLayout.BHLNC
+    assert plugin.preferred_layout(engine(is_hybrid=True), Settings()) is NamedLayout.BLHNC
+    assert plugin.preferred_layout(engine(), Settings(layout="LBHNC")) is NamedLayout.LBHNC
+    monkeypatch.setattr(plugin, "on_cpu", lambda: True)
+    assert plugin.preferred_layout(engine(use_mla=True), Settings()) is None
+    monkeypatch.setattr(plugin, "on_cpu", lambda: False)
+    assert plugin.preferred_layout(engine(use_mla=True), Settings()) is NamedLayout.BLHNC
 
 
 def test_an_unknown_layout_is_refused() -> None:
-    from kvferry.integrations.vllm.layout_choice import preferred_layout
+    from kvferry.integrations.vllm.plugin import preferred_layout
 
     with pytest.raises(KVFerryError) as refusal:
         preferred_layout(engine(), Settings(layout="BHLCN"))
@@ -220,17 +220,17 @@ def test_an_unknown_layout_is_refused() -> None:
 
 @pytest.mark.parametrize("layout", [layout for layout in NamedLayout if layout.is_cross_layer])
 def test_cross_layer_mla_is_refused_on_cpus(layout: NamedLayout, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvferry.integrations.vllm import layout_choice
+    from kvferry.integrations.vllm import plugin
 
-    monkeypatch.setattr(layout_choice, "on_cpu", lambda: True)
+    monkeypatch.setattr(plugin, "on_cpu", lambda: True)
     with pytest.raises(KVFerryError) as refusal:
-        layout_choice.check_layout(engine(use_mla=True), layout, Settings())
+        plugin.check_layout(engine(use_mla=True), layout, Settings())
     assert refusal.value.reason is Reason.KERNEL_CANNOT_READ_LAYOUT
-    layout_choice.check_layout(engine(use_mla=True), NamedLayout.LBNHC, Settings())
+    plugin.check_layout(engine(use_mla=True), NamedLayout.LBNHC, Settings())
 
 
 def test_a_layout_that_the_engine_does_not_use_is_explained(caplog: pytest.LogCaptureFixture) -> None:
-    from kvferry.integrations.vllm.layout_choice import check_layout
+    from kvferry.integrations.vllm.plugin import check_layout
 
     check_layout(engine(), NamedLayout.BHLNC, Settings())
     assert not caplog.records

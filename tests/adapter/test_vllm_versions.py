@@ -13,9 +13,9 @@ import pytest
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm import plugin, versions
+from kvferry.integrations.vllm.engine_core import RANK_NAME, Engine, RankMonitor
 from kvferry.integrations.vllm.names import checker
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_filled_whole
-from kvferry.integrations.vllm.scheduler.lost_ranks import RANK_NAME, RankMonitor
 from kvferry.integrations.vllm.scheduler.offload import check_offloadable
 from kvferry.integrations.vllm.versions import Support, check_version, report_version
 from kvferry.layout.shard import CacheKind
@@ -222,7 +222,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
 )
 def test_an_executor_ends_its_ranks_in_order_where_none_has_failed(executor: object, expected: bool) -> None:
     """Its own monitor ends them too, where one has."""
-    engine = versions.Engine()
+    engine = Engine()
     engine._core = SimpleNamespace(model_executor=executor)
     assert engine.ends_ranks is expected
 

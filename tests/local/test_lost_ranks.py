@@ -9,7 +9,7 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
-from kvferry.integrations.vllm.scheduler.lost_ranks import RankMonitor
+from kvferry.integrations.vllm.engine_core import RankMonitor
 
 SECONDS = 10.0
 

@@ -31,7 +31,7 @@ from rich.table import Table
 from kvferry.cli.console import open_console, progress, refused
 from kvferry.errors import KVFerryError, Reason, TransportError
 from kvferry.execution.cuda_driver import CudaDevice, find_device
-from kvferry.handoff.wire.addresses import is_loopback
+from kvferry.handoff.wire.trust import is_loopback
 from kvferry.harness.child_process import error_of
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.units import format_bytes
@@ -450,7 +450,7 @@ def measure_in_child(model: str | None) -> Measured:
     with tempfile.TemporaryDirectory(prefix="kvferry-doctor-") as folder:
         path = Path(folder, "verdicts")
         path.touch()
-        command = [sys.executable, "-m", "kvferry.integrations.vllm.kernels.samples", str(path)]
+        command = [sys.executable, "-m", "kvferry.integrations.vllm.kernels.engine", str(path)]
         environment = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         error = error_of(
             *command, *([model] if model else []), environment=environment, timeout_seconds=MEASURING_SECONDS

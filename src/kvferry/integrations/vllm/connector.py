@@ -15,16 +15,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from kvferry.integrations.vllm.first_checks import check_engine_id
-from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
-from kvferry.integrations.vllm.plugin import check_and_record_configurations, log_as_vllm_does
-from kvferry.integrations.vllm.scheduler.lost_ranks import RankMonitor
+from kvferry.integrations.vllm.connector_configs import check_engine_id
+from kvferry.integrations.vllm.engine_core import RankMonitor
+from kvferry.integrations.vllm.plugin import (
+    check_and_record_configurations,
+    check_layout,
+    log_as_vllm_does,
+    preferred_layout,
+    widen_cpu_attention,
+)
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
+from kvferry.integrations.vllm.scheduler.waits import IdleSteps
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate import check_supported, decode_rank_entry, resolved_layout
 from kvferry.integrations.vllm.versions import cache_hit_source, check_version, report_version
-from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
 from kvferry.integrations.vllm.worker.records import PrometheusMetrics, Statistics
 from kvferry.integrations.vllm.worker.role import WorkerRole
 

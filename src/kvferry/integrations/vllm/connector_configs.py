@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
-from typing import TYPE_CHECKING
+
 from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Name, as_peers_read
-from kvferry.handoff.wire.addresses import LAST_PORT
 from kvferry.handoff.wire.bootstrap import id_in_epoch
+from kvferry.handoff.wire.trust import LAST_PORT
 from kvferry.integrations.vllm.offload_settings import parse_offload_settings
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id, encode_zmq_address
 from kvferry.integrations.vllm.settings import Settings, parse_settings

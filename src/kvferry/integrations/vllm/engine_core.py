@@ -1,4 +1,4 @@
-"""What a connector asks of the engine that has built it."""
+"""What connectors ask of the engine core that has built them, do to its ranks, and call in its workers."""
 
 import logging
 import multiprocessing
@@ -67,8 +67,7 @@ class Engine:
     @property
     def num_requests(self) -> int:
         """How many requests the core has not finished; any thread may ask, also before the core has its scheduler."""
-        scheduler = getattr(self._core, "scheduler", None)
-        return 0 if scheduler is None else sum(scheduler.get_request_counts())
+        return 0 if self._scheduler is None else sum(self._scheduler.get_request_counts())
 
     @property
     def weights_version(self) -> str:
@@ -102,8 +101,7 @@ class Engine:
     @property
     def landed_loads(self) -> list[str]:
         """The requests whose loads vLLM believes, and whose blocks its next step would take."""
-        scheduler = self._scheduler
-        return [] if scheduler is None else sorted(scheduler.finished_recving_kv_req_ids)
+        return [] if self._scheduler is None else sorted(self._scheduler.finished_recving_kv_req_ids)
 
     @property
     def _scheduler(self) -> Any:
@@ -149,6 +147,10 @@ PAUSE_SECONDS = 0.01
 
 class RankMonitor:
     """Watches the ranks that this process has started, on a thread; kills all of them when one has failed.
+
+    Ranks wait for one another inside collective operations, where no Python code runs. vLLM's monitor asks the others
+    to end, and kills them many seconds later; on a CPU they keep their cores busy until then, and may keep vLLM's own
+    threads from running. Once they are killed, vLLM ends the engine, and its clients get an error.
 
     A rank has failed when a signal has ended it, or when its exit status is not 0, unless vLLM ``ends_ranks``: it does
     before it closes the connector, and kills those that take too long. Ranks that exit with status 0 are let alone.
@@ -222,6 +224,10 @@ ROLES: WeakSet[WorkerRole] = WeakSet()
 
 
 def end_former_epoch(worker: object, epoch: int, weights_version: str) -> None:
-    """Do as :meth:`WorkerRole.end_former_epoch` in every role of the worker's process."""
+    """Do as :meth:`WorkerRole.end_former_epoch` in every role of the worker's process.
+
+    Orders reach the workers with the next step. A reset must not wait for it: vLLM calls this in every worker, between
+    two steps.
+    """
     for role in list(ROLES):
         role.end_former_epoch(epoch, weights_version)

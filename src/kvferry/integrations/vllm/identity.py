@@ -238,20 +238,20 @@ def snapshot_of(model: str, config: str, revision: str | None = None, cache: str
 
 def digest_of_files(files: Sequence[Path]) -> str:
     """Return a digest of these files of weights, in their order: names, sizes, headers and samples of each tensor."""
-    found = hashlib.blake2b(digest_size=16)
+    whole = hashlib.blake2b(digest_size=16)
     spans = []
     for path in files:
         with path.open("rb") as file:
             header, found = _spans(file, path.stat().st_size)
         spans.append(found)
-        found.update(json.dumps([path.name, path.stat().st_size, hashlib.sha256(header).hexdigest()]).encode())
+        whole.update(json.dumps([path.name, path.stat().st_size, hashlib.sha256(header).hexdigest()]).encode())
     num_samples = min(max(MAX_SAMPLES // max(sum(map(len, spans)), 1), 1), MAX_SAMPLES_PER_SPAN)
     for path, found in zip(files, spans, strict=True):
         with path.open("rb", buffering=0) as file:
             for begin, length in (sample for span in found for sample in _samples(span, num_samples)):
                 file.seek(begin)
-                found.update(file.read(length))
-    return found.hexdigest()
+                whole.update(file.read(length))
+    return whole.hexdigest()
 
 
 def _spans(file: BinaryIO, size: int) -> tuple[bytes, list[Span]]:

@@ -15,15 +15,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvferry.integrations.vllm.layout_choice import check_layout, preferred_layout, widen_cpu_attention
+from kvferry.integrations.vllm.engine_core import RankMonitor
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
 from kvferry.integrations.vllm.offload_step import OffloadMetrics, OffloadStatistics, OffloadStep
-from kvferry.integrations.vllm.plugin import check_and_record_configurations, log_as_vllm_does
-from kvferry.integrations.vllm.scheduler.lost_ranks import RankMonitor
+from kvferry.integrations.vllm.plugin import (
+    check_and_record_configurations,
+    check_layout,
+    log_as_vllm_does,
+    preferred_layout,
+    widen_cpu_attention,
+)
 from kvferry.integrations.vllm.scheduler.offload import OffloadScheduler, check_offloadable
+from kvferry.integrations.vllm.scheduler.waits import IdleSteps
 from kvferry.integrations.vllm.translate import check_supported, resolved_layout
 from kvferry.integrations.vllm.versions import check_version, report_version
-from kvferry.integrations.vllm.worker.idle_steps import IdleSteps
 from kvferry.integrations.vllm.worker.offload import OffloadWorker
 from kvferry.units import format_bytes
 

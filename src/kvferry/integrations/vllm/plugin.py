@@ -1,24 +1,21 @@
-"""Entry point ``vllm.general_plugins``: registers connectors, and the layouts of CPU attention."""
+"""Entry point ``vllm.general_plugins``: registers the connectors, and chooses the layouts of their caches."""
 
 import logging
-from functools import wraps
-from typing import TYPE_CHECKING
-from kvferry.errors import KVFerryError
-from kvferry.integrations.vllm.connector_configs import connector_configs
-from kvferry.integrations.vllm.connector_configs import check_transfer_config
+from typing import TYPE_CHECKING, Any
+
+from kvferry.errors import KVFerryError, LayoutError, Reason
+from kvferry.integrations.vllm.connector_configs import check_transfer_config, connector_configs
 from kvferry.integrations.vllm.identity import record_models
 from kvferry.integrations.vllm.request_checks import check_requests
-from kvferry.integrations.vllm.versions import check_version, report_version
+from kvferry.integrations.vllm.versions import check_version, replace_once, report_version
 from kvferry.integrations.vllm.waiting_workers import make_waits_sleep
-from kvferry.errors import LayoutError, Reason
 from kvferry.layout.named_layouts import NamedLayout
-from collections.abc import Collection
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
     from kvferry.integrations.vllm.offload_settings import OffloadSettings
     from kvferry.integrations.vllm.settings import Settings
-    from vllm.config import KVTransferConfig, VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +24,6 @@ CONNECTORS = {
     "KVFerryOffloadConnector": "kvferry.integrations.vllm.offload_connector",
 }
 """The module of each connector, which has a class of the connector's name."""
-_MARK = "_kvferry_checks_and_records"
 
 
 def register() -> None:
@@ -43,10 +39,8 @@ def register() -> None:
     for name, module in CONNECTORS.items():
         if name not in KVConnectorFactory._registry:
             KVConnectorFactory.register_connector(name, module, name)
-    from kvferry.integrations.vllm.layout_choice import widen_cpu_attention
-
     widen_cpu_attention()
-    require_embeddings(CONNECTORS)
+    require_embeddings()
     check_and_record_configurations()
     make_waits_sleep()
     check_requests()
@@ -63,19 +57,40 @@ def check_and_record_configurations() -> None:
     """
     from vllm.config import VllmConfig
 
-    verify = VllmConfig._verify_kv_transfer_compat
-    if hasattr(verify, _MARK):
-        return
+    def checking(verify: Any) -> Any:
+        def check_verify_and_record(config: "VllmConfig") -> None:
+            check_transfer_config(config.kv_transfer_config)
+            verify(config)
+            if any(each.name in CONNECTORS for each in connector_configs(config.kv_transfer_config)):
+                record_models(config)
 
-    @wraps(verify)
-    def check_verify_and_record(config: "VllmConfig") -> None:
-        check_transfer_config(config.kv_transfer_config)
-        verify(config)
-        if any(each.name in CONNECTORS for each in connector_configs(config.kv_transfer_config)):
-            record_models(config)
+        return check_verify_and_record
 
-    setattr(check_verify_and_record, _MARK, True)
-    VllmConfig._verify_kv_transfer_compat = check_verify_and_record  # type: ignore[method-assign,assignment]
+    replace_once(VllmConfig, "_verify_kv_transfer_compat", checking)
+
+
+def require_embeddings() -> None:
+    """Let an engine with kvferry's connectors alone refuse images without their embeddings, as any engine does.
+
+    A client may send an embedding in the place of an image. vLLM lets an engine that may load a prompt's cache
+    (``kv_consumer``, ``kv_both``) take the image's sizes alone, as if nothing of the prompt were ever computed there.
+    See docs/decisions/missing-embeddings.md.
+    """
+    from vllm.config import VllmConfig
+
+    def requiring(resolve: Any) -> Any:
+        def resolve_unless_ours(config: "VllmConfig") -> None:
+            """Leave ``enable_mm_embeds`` as the operator has set it, and let no embedding be missing."""
+            encoder = config.ec_transfer_config
+            named = {each.name for each in connector_configs(config.kv_transfer_config)}
+            if not named or not named <= CONNECTORS.keys() or (encoder is not None and encoder.is_ec_consumer):
+                resolve(config)
+            elif config.model_config is not None and (images := config.model_config.multimodal_config) is not None:
+                images.allow_missing_mm_embeddings = False
+
+        return resolve_unless_ours
+
+    replace_once(VllmConfig, "_resolve_mm_embedding_inputs", requiring)
 
 
 def log_as_vllm_does() -> None:
@@ -85,8 +100,6 @@ def log_as_vllm_does() -> None:
     ours.setLevel(theirs.level)
     ours.propagate = theirs.propagate
 
-
-logger = logging.getLogger(__name__)
 
 # CPU attention reads a cache by its block and head strides; these layouts keep its (block, head) pages whole.
 CPU_ATTENTION_LAYOUTS = (NamedLayout.LBHNC, NamedLayout.BLHNC, NamedLayout.BHLNC)
@@ -145,35 +158,3 @@ def on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-_MARK = "_kvferry_requires_embeddings"
-
-
-def require_embeddings(connectors: Collection[str]) -> None:
-    """Let each configuration of an engine that has only these connectors require embeddings. Safe to call again."""
-    from vllm.config import VllmConfig
-
-    resolve = VllmConfig._resolve_mm_embedding_inputs
-    if hasattr(resolve, _MARK):
-        return
-
-    @wraps(resolve)
-    def resolve_unless_ours(config: "VllmConfig") -> None:
-        """Leave ``enable_mm_embeds`` as the operator has set it, and let no embedding be missing."""
-        transfer, encoder = config.kv_transfer_config, config.ec_transfer_config
-        is_sent_embeddings = encoder is not None and encoder.is_ec_consumer
-        if transfer is None or is_sent_embeddings or not _has_only(connectors, transfer):
-            resolve(config)
-            return
-        if config.model_config is not None and (images := config.model_config.multimodal_config) is not None:
-            images.allow_missing_mm_embeddings = False
-
-    setattr(resolve_unless_ours, _MARK, True)
-    VllmConfig._resolve_mm_embedding_inputs = resolve_unless_ours  # type: ignore[method-assign,assignment]
-
-
-def _has_only(connectors: Collection[str], transfer: "KVTransferConfig") -> bool:
-    """Return whether an engine has no other connectors than these."""
-    named = {each.name for each in connector_configs(transfer)}
-    return bool(named) and named <= set(connectors)

@@ -41,9 +41,8 @@ from kvferry.handoff.remote_holds import LeaseKeeper
 from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Trust
 from kvferry.integrations.vllm.adapters import hear_of_loads
-from kvferry.integrations.vllm.engine_core import Engine
+from kvferry.integrations.vllm.engine_core import Engine, end_former_epoch
 from kvferry.integrations.vllm.identity import identity_of
-from kvferry.integrations.vllm.resets import end_former_epoch
 from kvferry.integrations.vllm.scheduler.blocks import (
     GroupShape,
     check_filled_whole,

@@ -29,8 +29,8 @@ from kvferry.handoff.source import Prompt
 from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Keys
+from kvferry.integrations.vllm.engine_core import ROLES
 from kvferry.integrations.vllm.identity import identity_of
-from kvferry.integrations.vllm.resets import ROLES
 from kvferry.integrations.vllm.scheduler.blocks import group_name
 from kvferry.integrations.vllm.settings import Settings, trust_of
 from kvferry.integrations.vllm.step import (
