@@ -34,6 +34,8 @@ def test_every_failure_has_a_test_that_is_named_after_it() -> None:
 
 
 def test_every_reason_is_explained_once_with_the_status_of_its_answer() -> None:
-    rows = [line.split("|")[1:3] for line in REASONS.splitlines() if line.startswith("| `")]
-    explained = [(code, int(status)) for codes, status in rows for code in re.findall(r"`([a-z-]+)`", codes)]
+    explained = []
+    for section in re.split(r"^### ", REASONS, flags=re.MULTILINE)[1:]:
+        for codes in re.findall(r"^\* (`.*?`): ", section, re.MULTILINE):
+            explained += [(code, int(section[:3])) for code in re.findall(r"`([a-z-]+)`", codes)]
     assert sorted(explained) == sorted((reason.value, status_of(reason).value) for reason in Reason)
