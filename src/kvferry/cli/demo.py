@@ -18,33 +18,30 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, Self, TypeVar
 
 import numpy as np
 import typer
 from rich.console import Console
 from rich.status import Status
 
-from kvferry.cli.console import open_console
+from kvferry.cli.console import Announce, open_console
 from kvferry.cli.demo_report import (
     CacheShape,
     DemoReport,
     MovedCache,
     OffloadReport,
     RequestLine,
-    find_offload_problems,
-    find_problems,
-    print_offload_report,
-    print_report,
     read_failures,
     read_log_problems,
     read_transfer_log,
 )
 from kvferry.errors import Reason, SettingsError
-from kvferry.handoff.wire.keys import make_keys
+from kvferry.handoff.wire.trust import make_keys
 from kvferry.harness.child_process import LaunchError
 from kvferry.harness.launch import (
     HOST,
+    READY_SECONDS,
     EngineSettings,
     Role,
     Server,
@@ -63,6 +60,7 @@ from kvferry.harness.tiny_models import make_tiny_model
 from kvferry.harness.virtual_hosts import VirtualHost, virtual_hosts
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.families import model_caches, uniform_cache
+from kvferry.models.layer_caches import AttentionCache
 from kvferry.transport.registry import check_setting
 
 CONNECTOR = "KVFerryConnector"
@@ -80,11 +78,10 @@ OUTPUT_TOKENS = 16
 CONCURRENT_REQUESTS = 4
 REQUEST_SECONDS = 180.0
 FREE_SECONDS = 2.0
+POLL_SECONDS = 0.05
 FEWEST_PROMPTS = 2
 SHORTEST_PROMPT, LONGEST_PROMPT = 10, 3000
-
-Announce = Callable[[str, str], None]
-"""Called with the name of a server and a text about its current step."""
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +98,22 @@ class DemoSettings:
     num_hosts: int = 1
     gpu_memory: float | None = None
 
-    @property
-    def is_concurrent(self) -> bool:
-        """Whether the router names the transfer, before the prompt is computed."""
-        return self.mode == CONCURRENT
+    def check(self) -> None:
+        """Raise :class:`SettingsError` for an option that cannot be followed."""
+        if self.gpu_memory is not None and not 0 < self.gpu_memory <= 1:
+            what = f"--gpu-memory {self.gpu_memory} is no part of a GPU's memory."
+            raise SettingsError(Reason.INVALID_SETTING, what, "Name a number above 0, 1 at most: 0.45 for two engines.")
+        if self.mode not in MODES:
+            what = f"mode {self.mode!r} does not exist."
+            raise SettingsError(Reason.INVALID_SETTING, what, f"Use: {', '.join(MODES)}.")
+        if self.layout is not None:
+            NamedLayout.parse(self.layout)
+        if self.transport != "auto":
+            check_setting(self.transport)
+        own_host = {"transport": self.transport != "auto", "hosts": self.num_hosts > 1}
+        for option in (option for option, is_given in own_host.items() if is_given and self.mode == OFFLOAD):
+            what = f"--{option}: an engine that offloads moves caches to memory of its own host."
+            raise SettingsError(Reason.INVALID_SETTING, what, f"Leave out --{option}.")
 
     def engine(self, role: Role, tp_size: int, model: Path, folder: Path, **more: Any) -> EngineSettings:
         """Return the settings of the engine with ``role``; ``more`` are settings of its connector."""
@@ -172,9 +181,24 @@ class Answer:
     error: str | None = None
 
 
-def vocabulary_size(model: Path) -> int:
-    """Return the number of token ids of the model in a folder."""
-    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """The model in the folder ``path``, whose layers have equal caches."""
+
+    path: Path
+    num_layers: int
+    cache: AttentionCache
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the model in a folder. Raises :class:`SettingsError` as :func:`uniform_cache` does."""
+        caches = model_caches(path, DTYPE)
+        return cls(path, len(caches.layers), uniform_cache(caches))
+
+    @property
+    def vocabulary_size(self) -> int:
+        """The number of token ids."""
+        return int(json.loads((self.path / "config.json").read_text())["vocab_size"])
 
 
 def send_prompts(
@@ -224,25 +248,6 @@ def _send(url: str, prompt: Sequence[int], cache_salt: str | None) -> Answer:
         return Answer("", (), repr(error))
 
 
-@dataclass(frozen=True, slots=True)
-class DemoEngines:
-    """The running processes."""
-
-    prefill: Server
-    decode: Server
-    router: Server
-
-    def cache_usages(self) -> dict[str, float]:
-        """Return the used fraction of each engine's cache blocks."""
-        return {
-            name: cache_usage(server.metrics()) for name, server in (("prefill", self.prefill), ("decode", self.decode))
-        }
-
-    def remaining_processes(self) -> int:
-        """Return the number of their living processes."""
-        return sum(len(server.process.process_ids()) for server in (self.prefill, self.decode, self.router))
-
-
 def demo(
     model: Annotated[str, typer.Option(help="A tiny model's name, or the folder of a model.")] = "qwen3-tiny",
     prefill_tp: Annotated[
@@ -287,49 +292,27 @@ def demo(
 
     kvferry demo --model path/to/model --prompts 4 --json
     """
-    _check(mode, layout, transport, hosts, gpu_memory)
+    settings = DemoSettings(prefill_tp, decode_tp, layout, transport, mode, prompts, block_size, hosts, gpu_memory)
+    settings.check()
     console = open_console(stderr=json_output)
     with _interrupted_by_signals(), _folder(keep, console) as folder:
-        report: DemoReport | OffloadReport
+        run: Callable[[DemoSettings, DemoModel, Path, Status], DemoReport | OffloadReport] = run_handoff
         if mode == OFFLOAD:
-            from kvferry.cli.demo_offload import OffloadOptions, run_offload_demo  # imports xxhash, maybe missing
-
-            options = OffloadOptions(prefill_tp, decode_tp, layout, prompts, block_size, gpu_memory)
-            report = run_offload_demo(model, folder, options, console)
-            report = replace(report, problems=tuple(find_offload_problems(report)))
-            print_offload_report(report, console)
-        else:
-            settings = DemoSettings(
-                prefill_tp, decode_tp, layout, transport, mode, prompts, block_size, hosts, gpu_memory
-            )
-            report = _run(model, settings, folder, console)
-            report = replace(report, problems=tuple(find_problems(report)))
-            print_report(report, console)
+            from kvferry.cli.demo_offload import run_offload as run  # imports xxhash, maybe missing
+        with console.status("making the model") as status:
+            found = DemoModel.read(Path(model) if Path(model).is_dir() else make_tiny_model(model, folder))
+            for tp_size in (prefill_tp, decode_tp):
+                found.cache.heads(0, tp_size)  # raises before the engines start where ranks cannot split the heads
+            started_at = time.monotonic()
+            report = run(settings, found, folder, status)
+            console.print(f"The whole run took {time.monotonic() - started_at:.0f} s.")
+        report.print(console)
         if json_output:
             print(json.dumps(report.to_json(), indent=2))
         if report.problems:
             for line in read_log_problems(sorted(folder.glob("*.log"))):
                 console.print(line, markup=False, highlight=False, style="dim")
             raise typer.Exit(1)
-
-
-def _check(mode: str, layout: str | None, transport: str, num_hosts: int, gpu_memory: float | None) -> None:
-    """Raise :class:`SettingsError` for an option that cannot be followed."""
-    if gpu_memory is not None and not 0 < gpu_memory <= 1:
-        what = f"--gpu-memory {gpu_memory} is no part of a GPU's memory."
-        raise SettingsError(Reason.INVALID_SETTING, what, "Name a number above 0, 1 at most: 0.45 for two engines.")
-    if mode not in MODES:
-        raise SettingsError(Reason.INVALID_SETTING, f"mode {mode!r} does not exist.", f"Use: {', '.join(MODES)}.")
-    if layout is not None:
-        NamedLayout.parse(layout)
-    if transport != "auto":
-        check_setting(transport)
-        if mode == OFFLOAD:
-            what = f"transport {transport!r}: an engine that offloads moves caches to memory of its own host."
-            raise SettingsError(Reason.INVALID_SETTING, what, "Leave out --transport.")
-    if mode == OFFLOAD and num_hosts > 1:
-        what = "--hosts: an engine that offloads moves caches to memory of its own host."
-        raise SettingsError(Reason.INVALID_SETTING, what, "Leave out --hosts.")
 
 
 @contextmanager
@@ -364,51 +347,44 @@ def _folder(keep: bool, console: Console) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(model: str, settings: DemoSettings, folder: Path, console: Console) -> DemoReport:
-    with console.status("making the model") as status:
-        path = Path(model) if Path(model).is_dir() else make_tiny_model(model, folder)
-        caches = model_caches(path, DTYPE)
-        cache, tp_sizes = uniform_cache(caches), (settings.prefill_tp, settings.decode_tp)
-        for tp_size in tp_sizes:
-            cache.heads(0, tp_size)  # raises before the engines start where so many ranks cannot split the heads
-        prompts = make_prompts(settings.num_prompts, vocabulary_size(path))
-        started_at = time.monotonic()
-
-        def announce(name: str, what: str) -> None:
-            status.update(f"{name}: {what}")
-
-        with (
-            demo_places(settings.num_hosts, folder) as places,
-            running_engines(settings, places, path, folder, announce) as engines,
-        ):
-            console.print(f"Engines ready after {time.monotonic() - started_at:.0f} s.")
-            shape = CacheShape(len(caches.layers), cache, cache_block_size(engines.decode.url), *tp_sizes)
-            report = _measure(engines, prompts, shape, folder / TRANSFER_LOG, status)
-        console.print(f"The whole run took {time.monotonic() - started_at:.0f} s.")
-        left = engines.remaining_processes()
-        return replace(report, mode=settings.mode, num_hosts=settings.num_hosts, processes_left=left)
+def run_handoff(settings: DemoSettings, model: DemoModel, folder: Path, status: Status) -> DemoReport:
+    """Run the demo of two engines and a router in ``folder``. Raises :class:`KVFerryError`."""
+    prompts = make_prompts(settings.num_prompts, model.vocabulary_size)
+    started_at = time.monotonic()
+    with (
+        demo_places(settings.num_hosts, folder) as places,
+        _engines_and_router(settings, places, model.path, folder, status.update) as servers,
+    ):
+        status.console.print(f"Engines ready after {time.monotonic() - started_at:.0f} s.")
+        shape = CacheShape(
+            model.num_layers, model.cache, cache_block_size(servers[1].url), settings.prefill_tp, settings.decode_tp
+        )
+        report = _measure(servers, prompts, shape, folder / TRANSFER_LOG, status.update)
+    left = sum(len(server.process.process_ids()) for server in servers)
+    return replace(report, mode=settings.mode, num_hosts=settings.num_hosts, processes_left=left)
 
 
 def _measure(
-    engines: DemoEngines, prompts: Sequence[Sequence[int]], shape: CacheShape, log: Path, status: Status
+    servers: Sequence[Server], prompts: Sequence[Sequence[int]], shape: CacheShape, log: Path, announce: Announce
 ) -> DemoReport:
-    at_start = prompt_tokens(engines.decode.metrics())
-    answers = send_prompts(
-        engines.router.url, prompts, on_answer=lambda count: status.update(f"through the router: {count} answers")
+    prefill, decode, router = servers
+    at_start = prompt_tokens(decode.metrics())
+    answers = send_prompts(router.url, prompts, lambda count: announce(f"through the router: {count} answers"))
+    began_at = time.monotonic()
+    usages = poll(
+        lambda: {name: cache_usage(server.metrics()) for name, server in (("prefill", prefill), ("decode", decode))},
+        lambda usages: not any(usages.values()),
+        FREE_SECONDS,
     )
-    usages, seconds = _wait_until_free(engines)
-    after_router = prompt_tokens(engines.decode.metrics())
+    seconds = time.monotonic() - began_at
+    after_router = prompt_tokens(decode.metrics())
     alone = send_prompts(
-        engines.decode.url,
-        prompts,
-        cache_salt=uuid.uuid4().hex,
-        on_answer=lambda count: status.update(f"decode engine alone: {count} answers"),
+        decode.url, prompts, lambda count: announce(f"decode engine alone: {count} answers"), uuid.uuid4().hex
     )
-    after_alone = prompt_tokens(engines.decode.metrics())
+    after_alone = prompt_tokens(decode.metrics())
     moved = read_transfer_log(log)
-    lines = [_line(*parts, moved) for parts in zip(prompts, answers, alone, strict=True)]
     return DemoReport(
-        lines=tuple(lines),
+        lines=tuple(_line(*parts, moved) for parts in zip(prompts, answers, alone, strict=True)),
         shape=shape,
         layout="+".join(sorted({cache.layout for cache in moved.values()})) or "-",
         received=after_router - at_start,
@@ -417,16 +393,6 @@ def _measure(
         seconds_until_free=seconds,
         failures=read_failures(log),
     )
-
-
-def _wait_until_free(engines: DemoEngines) -> tuple[dict[str, float], float]:
-    """Wait up to two seconds for both caches to be free; return their usage and the waited seconds."""
-    began_at = time.monotonic()
-    while True:
-        usages, seconds = engines.cache_usages(), time.monotonic() - began_at
-        if not any(usages.values()) or seconds > FREE_SECONDS:
-            return usages, seconds
-        time.sleep(0.05)
 
 
 def _line(prompt: Sequence[int], answer: Answer, alone: Answer, moved: dict[str, MovedCache]) -> RequestLine:
@@ -440,46 +406,55 @@ def _line(prompt: Sequence[int], answer: Answer, alone: Answer, moved: dict[str,
 
 
 @contextmanager
-def running_engines(
+def _engines_and_router(
     settings: DemoSettings, places: DemoPlaces, model: Path, folder: Path, announce: Announce
-) -> Iterator[DemoEngines]:
-    """Start both engines at the same time, then the router; end all of them on every exit."""
-    servers: list[Server] = []
-
-    def announce_age(name: str, seconds: float) -> None:
-        announce(name, f"starting, {seconds:.0f} s")
-
-    try:
-        bootstrap_port = free_port()
-        roles: tuple[tuple[str, Role, int], ...] = (
-            ("prefill", "kv_producer", settings.prefill_tp),
-            ("decode", "kv_consumer", settings.decode_tp),
-        )
+) -> Iterator[list[Server]]:
+    """Start prefill and decode engine at the same time, then the router; end all of them on every exit."""
+    is_concurrent, bootstrap_port = settings.mode == CONCURRENT, free_port()
+    roles: tuple[tuple[str, Role, int], ...] = (
+        ("prefill", "kv_producer", settings.prefill_tp),
+        ("decode", "kv_consumer", settings.decode_tp),
+    )
+    with running_servers(announce) as servers:
         for name, role, tp_size in roles:
-            announce(name, "starting")
-            port = free_port()
             more = places.connector_settings(name)
-            if settings.is_concurrent and role == "kv_producer":
+            if is_concurrent and role == "kv_producer":
                 more |= {"bootstrap_port": bootstrap_port}
             engine = settings.engine(role, tp_size, model, folder, **more)
-            servers.append(start_engine(name, engine, folder, port, places.hosts.get(name)))
-        wait_until_ready(servers, on_progress=announce_age)
-        servers.append(_start_router(settings, servers, bootstrap_port, folder))
-        wait_until_ready(servers[2:], timeout_seconds=60.0, on_progress=announce_age)
-        announce("engines", "ready")
-        yield DemoEngines(*servers)
+            servers.append(start_engine(name, engine, folder, host=places.hosts.get(name)))
+        wait_for(servers, announce)
+        prefill, decode = servers
+        if is_concurrent:  # the router names the transfer, before the prompt is computed
+            arguments = ("--kv-connector", "mooncake", "--prefill", prefill.url, str(bootstrap_port))
+            servers.append(start_router([], [decode.url], folder, arguments=arguments))
+        else:
+            servers.append(start_router([prefill.url], [decode.url], folder))
+        wait_for(servers[2:], announce, 60.0)
+        yield servers
+
+
+@contextmanager
+def running_servers(announce: Announce) -> Iterator[list[Server]]:
+    """Yield a list for servers, and end those that are in it on every exit."""
+    servers: list[Server] = []
+    try:
+        yield servers
     finally:
-        announce("engines", "stopping")
+        announce("stopping the engines")
         stop_servers(servers)
 
 
-def _start_router(settings: DemoSettings, servers: Sequence[Server], bootstrap_port: int, folder: Path) -> Server:
-    """Start the router of the flow."""
-    prefill, decode = servers
-    if settings.is_concurrent:
-        arguments = ("--kv-connector", "mooncake", "--prefill", prefill.url, str(bootstrap_port))
-        return start_router([], [decode.url], folder, arguments=arguments)
-    return start_router([prefill.url], [decode.url], folder)
+def wait_for(servers: Sequence[Server], announce: Announce, timeout_seconds: float = READY_SECONDS) -> None:
+    """Wait until every server answers. Raises :class:`LaunchError` as :func:`wait_until_ready` does."""
+    wait_until_ready(servers, timeout_seconds, lambda name, age: announce(f"{name}: starting, {age:.0f} s"))
+
+
+def poll(read: Callable[[], Value], is_done: Callable[[Value], bool], seconds: float) -> Value:
+    """Return the first value that is done, or the last one after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not is_done(found := read()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return found
 
 
 def make_prompts(num_prompts: int, vocabulary_size: int) -> list[list[int]]:

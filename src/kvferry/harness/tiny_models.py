@@ -8,13 +8,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import Reason, SettingsError
+from kvferry.models.config import item_size
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,18 +46,8 @@ class TinyModel:
     """
 
     name: str
-    family: Literal[
-        "qwen3",
-        "qwen3_next",
-        "deepseek_v2",
-        "deepseek_v3",
-        "gemma3_text",
-        "gemma3n_text",
-        "gemma4_text",
-        "gpt_oss",
-        "granitemoehybrid",
-    ]
-    dtype: Literal["float32", "bfloat16"]
+    family: str
+    dtype: str
     num_layers: int
     num_kv_heads: int
     content_size: int
@@ -64,50 +55,46 @@ class TinyModel:
 
     def kv_bytes_per_token(self) -> int:
         """Return the bytes that one token adds to the cache of all layers that keep the whole prompt."""
-        itemsize = {"float32": 4, "bfloat16": 2}[self.dtype]
-        return self.num_layers * self.num_kv_heads * self.content_size * itemsize
+        return self.num_layers * self.num_kv_heads * self.content_size * item_size(self.dtype)
+
+
+def _model(
+    name: str, family: str, cache: tuple[int, int, int], *, dtype: str = "float32", layers: int, **own: Any
+) -> TinyModel:
+    """Return a recipe; ``cache`` are ``num_layers``, ``num_kv_heads`` and ``content_size``, ``own`` the settings."""
+    settings = {**SETTINGS, "num_hidden_layers": layers, **own}
+    return TinyModel(name, family, dtype, *cache, MappingProxyType(settings))
 
 
 def _qwen3(
-    name: str, dtype: Literal["float32", "bfloat16"], layers: int, hidden: int, kv_heads: int, head: int
+    name: str, layers: int, hidden: int, kv_heads: int, head: int, *, dtype: str = "float32", **own: Any
 ) -> TinyModel:
-    # Of six KV heads three ranks have two each, for which all else is divisible by three too.
-    divisible_by_three = {"num_attention_heads": 12, "vocab_size": 2112} if kv_heads == 6 else {}
-    settings = {
-        **SETTINGS,
-        **divisible_by_three,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head,
-    }
-    return TinyModel(name, "qwen3", dtype, layers, kv_heads, 2 * head, MappingProxyType(settings))
+    own |= {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_key_value_heads": kv_heads, "head_dim": head}
+    return _model(name, "qwen3", (layers, kv_heads, 2 * head), dtype=dtype, layers=layers, **own)
 
 
-def _deepseek_mla(name: str, family: Literal["deepseek_v2", "deepseek_v3"], layers: int) -> TinyModel:
-    """Return a model that is dense (V2), or has experts in all layers but the first and compressed queries (V3).
+def _deepseek_mla(name: str, family: str, **own: Any) -> TinyModel:
+    """Return a model whose positions are scaled as in all published models of DeepSeek.
 
-    Positions are scaled as in all published models of DeepSeek: vLLM's class renames that scaling while it is built.
+    vLLM's class renames that scaling while it is built.
     """
-    own: dict[str, Any] = {"q_lora_rank": None, "first_k_dense_replace": layers, "topk_method": "greedy"}
-    if family == "deepseek_v3":
-        own = {"q_lora_rank": 128, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
-    settings = {
-        **SETTINGS,
-        "moe_intermediate_size": 64,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 64,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "rope_parameters": {
+    return _model(
+        name,
+        family,
+        (4, 1, 512 + 64),
+        layers=4,
+        moe_intermediate_size=64,
+        num_key_value_heads=8,
+        kv_lora_rank=512,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 10000.0,
             "factor": 4.0,
@@ -118,124 +105,95 @@ def _deepseek_mla(name: str, family: Literal["deepseek_v2", "deepseek_v3"], laye
             "mscale_all_dim": 1.0,
         },
         **own,
-    }
-    return TinyModel(name, family, "float32", layers, 1, 512 + 64, MappingProxyType(settings))
+    )
 
 
-def _gemma3(name: str, layer_types: Sequence[str], window: int) -> TinyModel:
-    settings = {
-        **SETTINGS,
-        "num_hidden_layers": len(layer_types),
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "query_pre_attn_scalar": 64,
-        "sliding_window": window,
-        "layer_types": [f"{kind}_attention" for kind in layer_types],
-    }
-    num_full = list(layer_types).count("full")
-    return TinyModel(name, "gemma3_text", "float32", num_full, 4, 2 * 64, MappingProxyType(settings))
+def _gemma(name: str, family: str, kinds: str, num_full: int, *, head: int = 64, **own: Any) -> TinyModel:
+    """Return a model with layers of several kinds, of which ``num_full`` keep caches of all tokens of their own."""
+    own |= {"num_key_value_heads": 4, "head_dim": 64, "sliding_window": 128}
+    types = [f"{kind}_attention" for kind in kinds.split()]
+    return _model(name, family, (num_full, 4, 2 * head), layers=len(types), layer_types=types, **own)
 
 
-def _granite_hybrid(name: str, layer_types: Sequence[str]) -> TinyModel:
-    settings = {
-        **SETTINGS,
-        "shared_intermediate_size": 512,
-        "num_hidden_layers": len(layer_types),
-        "layer_types": list(layer_types),
-        "num_key_value_heads": 1,
-        "num_local_experts": 0,
-        "attention_multiplier": 32**-0.5,
-        "mamba_n_heads": 8,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 64,
-        "mamba_d_head": 64,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-    }
-    num_attention = list(layer_types).count("attention")
-    return TinyModel(name, "granitemoehybrid", "float32", num_attention, 1, 2 * 32, MappingProxyType(settings))
-
-
-def _gemma_with_shared_layers(
-    name: str, family: Literal["gemma3n_text", "gemma4_text"], layer_types: Sequence[str], num_shared: int
-) -> TinyModel:
-    """Return a model whose last ``num_shared`` layers read the caches of earlier ones."""
-    own = {"global_head_dim": 128} if family == "gemma4_text" else {"laurel_rank": 16}
-    settings = {
-        **SETTINGS,
-        "num_hidden_layers": len(layer_types),
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "sliding_window": 128,
-        "layer_types": [f"{kind}_attention" for kind in layer_types],
-        "vocab_size_per_layer_input": VOCABULARY_SIZE,
-        "hidden_size_per_layer_input": 32,
-        "num_kv_shared_layers": num_shared,
-        "tie_word_embeddings": True,
-        **own,
-    }
-    num_full = list(layer_types[: len(layer_types) - num_shared]).count("full")
-    head = own.get("global_head_dim", 64)
-    return TinyModel(name, family, "float32", num_full, 4, 2 * head, MappingProxyType(settings))
-
-
-def _gpt_oss(name: str, num_layers: int) -> TinyModel:
-    """Return a model of which every other layer has a window, and every head an attention sink."""
-    settings = {
-        **SETTINGS,
-        "intermediate_size": 128,
-        "num_hidden_layers": num_layers,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "sliding_window": 128,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    return TinyModel(name, "gpt_oss", "float32", num_layers // 2, 4, 2 * 64, MappingProxyType(settings))
-
-
-def _qwen3_next(name: str, num_layers: int) -> TinyModel:
-    """Return a model of which every other layer is a gated delta net."""
-    settings = {
-        **SETTINGS,
-        "num_hidden_layers": num_layers,
-        "layer_types": ["linear_attention", "full_attention"] * (num_layers // 2),
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 64,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    return TinyModel(name, "qwen3_next", "float32", num_layers // 2, 2, 2 * 64, MappingProxyType(settings))
-
-
-GEMMA_LAYERS = ("sliding", "sliding", "full", "sliding", "full", "sliding", "full")
-TINY_MODELS: Mapping[str, TinyModel] = MappingProxyType(
-    {
-        model.name: model
-        for model in (
-            _qwen3("qwen3-tiny", "float32", layers=8, hidden=256, kv_heads=4, head=64),
-            _qwen3("qwen3-six-heads", "float32", layers=6, hidden=384, kv_heads=6, head=64),
-            _qwen3("qwen3-one-head", "float32", layers=8, hidden=256, kv_heads=1, head=64),
-            _qwen3_next("qwen3-next-tiny", num_layers=4),
-            _deepseek_mla("deepseek-mla-tiny", "deepseek_v2", layers=4),
-            _deepseek_mla("deepseek-v3-tiny", "deepseek_v3", layers=4),
-            # Two kinds of layers, which form three groups, one of them with fewer layers.
-            _gemma3("gemma3-tiny", ["sliding", "sliding", "full", "sliding", "full"], window=128),
-            _gemma_with_shared_layers("gemma3n-tiny", "gemma3n_text", GEMMA_LAYERS, num_shared=2),
-            _gemma_with_shared_layers("gemma4-tiny", "gemma4_text", GEMMA_LAYERS, num_shared=2),
-            _gpt_oss("gpt-oss-tiny", num_layers=4),
-            _granite_hybrid("granite-tiny", ["mamba", "mamba", "attention", "mamba", "attention"]),
-            _qwen3("kv-heavy", "bfloat16", layers=36, hidden=64, kv_heads=8, head=128),
-            _qwen3("kv-heavy-one-head", "bfloat16", layers=36, hidden=64, kv_heads=1, head=128),
-        )
-    }
+# The last two of these layers read the caches of earlier ones.
+GEMMA_LAYERS = "sliding sliding full sliding full sliding full"
+SHARED = {
+    "vocab_size_per_layer_input": VOCABULARY_SIZE,
+    "hidden_size_per_layer_input": 32,
+    "num_kv_shared_layers": 2,
+    "tie_word_embeddings": True,
+}
+_MODELS = (
+    _qwen3("qwen3-tiny", layers=8, hidden=256, kv_heads=4, head=64),
+    # Of six KV heads three ranks have two each, for which all else is divisible by three too.
+    _qwen3("qwen3-six-heads", 6, 384, kv_heads=6, head=64, num_attention_heads=12, vocab_size=2112),
+    _qwen3("qwen3-one-head", layers=8, hidden=256, kv_heads=1, head=64),
+    # Every other layer is a gated delta net.
+    _model(
+        "qwen3-next-tiny",
+        "qwen3_next",
+        (2, 2, 2 * 64),
+        layers=4,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+    ),
+    # V2 is dense; V3 has experts in all layers but the first, and compressed queries.
+    _deepseek_mla("deepseek-mla-tiny", "deepseek_v2", q_lora_rank=None, first_k_dense_replace=4, topk_method="greedy"),
+    _deepseek_mla(
+        "deepseek-v3-tiny",
+        "deepseek_v3",
+        q_lora_rank=128,
+        first_k_dense_replace=1,
+        topk_method="noaux_tc",
+        num_nextn_predict_layers=0,
+    ),
+    # Two kinds of layers, which form three groups, one of them with fewer layers.
+    _gemma("gemma3-tiny", "gemma3_text", "sliding sliding full sliding full", 2, query_pre_attn_scalar=64),
+    _gemma("gemma3n-tiny", "gemma3n_text", GEMMA_LAYERS, 2, laurel_rank=16, **SHARED),
+    _gemma("gemma4-tiny", "gemma4_text", GEMMA_LAYERS, 2, head=128, global_head_dim=128, **SHARED),
+    # Every other layer has a window, and every head an attention sink.
+    _model(
+        "gpt-oss-tiny",
+        "gpt_oss",
+        (2, 4, 2 * 64),
+        layers=4,
+        intermediate_size=128,
+        num_key_value_heads=4,
+        head_dim=64,
+        sliding_window=128,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    _model(
+        "granite-tiny",
+        "granitemoehybrid",
+        (2, 1, 2 * 32),
+        layers=5,
+        layer_types=["mamba", "mamba", "attention", "mamba", "attention"],
+        shared_intermediate_size=512,
+        num_key_value_heads=1,
+        num_local_experts=0,
+        attention_multiplier=32**-0.5,
+        mamba_n_heads=8,
+        mamba_n_groups=1,
+        mamba_d_state=64,
+        mamba_d_head=64,
+        mamba_d_conv=4,
+        mamba_expand=2,
+    ),
+    _qwen3("kv-heavy", layers=36, hidden=64, kv_heads=8, head=128, dtype="bfloat16"),
+    _qwen3("kv-heavy-one-head", layers=36, hidden=64, kv_heads=1, head=128, dtype="bfloat16"),
 )
+TINY_MODELS = MappingProxyType({model.name: model for model in _MODELS})
 """Every tiny model by name. ``kv-heavy`` has the cache of an 8B model and almost no computation."""
 
 
