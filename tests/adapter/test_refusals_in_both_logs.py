@@ -10,10 +10,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvferry.handoff import handshake
+from kvferry.handoff import handshake, remote_holds
 from kvferry.handoff.handshake import OURS, Versions
 from kvferry.handoff.messages import PROTOCOL_VERSION
-from kvferry.handoff.wire import hold_messages
 from kvferry.integrations.vllm.scheduler import params as scheduler_params
 from kvferry.layout.shard import Atom, encode_shard
 from kvferry.peer_log import LINES_PER_SECOND
@@ -221,7 +220,7 @@ def test_a_prefill_engine_that_is_too_old_is_told_too(
     params = prefill.ask("p", TOKENS, {"do_remote_decode": True}, max_tokens=1).params
     assert params["kvferry"]["version"] == PROTOCOL_VERSION - 1
     # The older engine is today's, so this one must ask as if by versions that nobody speaks.
-    monkeypatch.setattr(hold_messages, "OURS", Versions(PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 1))
+    monkeypatch.setattr(remote_holds, "OURS", Versions(PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 1))
     assert decode.ask("d", TOKENS, params).has_failed
     [line] = lines_of(caplog, SCHEDULER, "d cannot be loaded")
     assert f"prefill speaks {older}, decode speaks {OURS}" in line

@@ -16,7 +16,8 @@ from vllm.v1.request import Request
 
 from kvferry.errors import Reason
 from kvferry.handoff.holds import Ending, transfer_of
-from kvferry.integrations.vllm.scheduler import destination, turns
+from kvferry.integrations.vllm.scheduler import destination
+from kvferry.integrations.vllm.scheduler import source as source_module
 
 from . import handoff_engine
 from .handoff_engine import Answer, HandoffEngine, make_engine
@@ -310,7 +311,7 @@ def test_a_request_of_an_id_whose_hold_has_just_ended(make_engine: Any, monkeypa
     [hold] = role._state.holds._holds.values()
     role._state.holds.renew(role._state.epoch, [hold.handle], time.monotonic())
     decode.ask("step", [1, 2, 3], {})
-    original = turns.HeldAnswers.hold
+    original = source_module.HeldAnswers.hold
 
     def hold_after_release(self: Any, *arguments: Any) -> Any:
         # The server's thread gets the release between the last step's orders and this request's end.
@@ -318,7 +319,7 @@ def test_a_request_of_an_id_whose_hold_has_just_ended(make_engine: Any, monkeypa
             role._state.holds.release(role._state.epoch, [hold.handle])
         return original(self, *arguments)
 
-    monkeypatch.setattr(turns.HeldAnswers, "hold", hold_after_release)
+    monkeypatch.setattr(source_module.HeldAnswers, "hold", hold_after_release)
     decode.ask("a", SAID[1], {"do_remote_prefill": False})
     monkeypatch.undo()
     decode.ask("step 2", [1, 2, 3], {})

@@ -18,10 +18,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvferry.errors import Reason, SettingsError
+from kvferry.handoff import remote_holds
 from kvferry.handoff.holds import handle_of_transfer, transfer_of
 from kvferry.handoff.messages import Handle, Release, Renew
 from kvferry.handoff.source import END, BlockList
-from kvferry.handoff.wire import hold_messages
 from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
@@ -224,7 +224,7 @@ def test_no_prompt_loses_what_its_last_token_attends_to(num_tokens: int, make_ro
 
 def test_leases_are_renewed_during_a_long_step(make_role: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the server's thread of the decode engine runs; each renewal follows from the answer to the last one."""
-    monkeypatch.setattr(hold_messages, "RENEW_SHARE", 0.001)
+    monkeypatch.setattr(remote_holds, "RENEW_SHARE", 0.001)
     prefill, decode = make_role(FULL), make_role(FULL)
     params = run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1])
     decode.on_new_request(request(PROMPT, params or {}, "d"))

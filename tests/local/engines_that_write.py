@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvferry.execution import destination, introductions
+from kvferry.execution import destination
 from kvferry.execution.destination import NOTHING_COMPARED, Announcement, Announcer, Compares, SourceEngines
 from kvferry.execution.executor import Executor, JobResult
 from kvferry.execution.own_rank import OwnRank
@@ -242,7 +242,7 @@ class ReceivingRank(Parts):
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> "Iterator[Pairs]":
     # Ranks that are said to be on another host are in this process, where loopback reaches them.
-    monkeypatch.setattr(introductions, "is_on_this_host", lambda _: True)
+    monkeypatch.setattr(destination, "is_on_this_host", lambda _: True)
     pairs = Pairs()
     yield pairs
     pairs.close()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.wire import connection as connection_module
+from kvferry.handoff.wire import server as connection_module
 from kvferry.handoff.wire.server import Connection, Frame
 from kvferry.handoff.wire.trust import Keys, make_keys
 

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from kvferry.errors import HandoffError, Reason
+from kvferry.handoff import remote_holds
 from kvferry.handoff.holds import Holds
 from kvferry.handoff.messages import (
     MAX_REQUESTS_PER_MESSAGE,
@@ -22,7 +23,6 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.remote_holds import LeaseKeeper, RemoteHold
 from kvferry.handoff.wire import client as client_module
-from kvferry.handoff.wire import hold_messages
 from kvferry.handoff.wire.server import Server
 
 from ..waits import wait_until
@@ -115,7 +115,7 @@ def test_the_hold_of_a_sample_is_released_once_no_other_sample_can_come(
     prefill: PrefillServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a later request no other call releases the hold, and the keeper would renew its lease for ever."""
-    monkeypatch.setattr(hold_messages, "SIBLING_LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(remote_holds, "SIBLING_LINGER_SECONDS", 0.2)
     keeper = LeaseKeeper(LEASE)
     try:
         keeper.arrive("0_d", prefill.remotes()[0], LEASE)

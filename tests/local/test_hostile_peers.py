@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.handoff.messages import Answer, Handle, Question, Renew, Renewed
-from kvferry.handoff.wire import connection as connection_module
+from kvferry.handoff.wire import server as connection_module
 from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Keys, Trust, make_keys

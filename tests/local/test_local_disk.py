@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason, TierError
+from kvferry.tiers.disk import runs
+from kvferry.tiers.disk.runs import HeaderWrite
 from kvferry.tiers.disk.segments import (
     MAX_CELL_BYTES,
     MAX_CELLS,
@@ -29,9 +32,9 @@ from kvferry.tiers.disk.segments import (
     segment_name,
     table_name,
 )
-from kvferry.tiers.disk.workers import Buffer, HeaderWrite, Workers
 from kvferry.tiers.local_disk import RESERVED_BYTES, LocalDisk, open_directory
 from kvferry.tiers.protocol import Presence, Slots, Store
+from kvferry.tiers.workers import Task, Workers
 
 from ..counted_work import lines_of
 from ..waits import wait_until
@@ -795,7 +798,7 @@ def test_a_process_without_descriptors_or_memory_forgets_no_block(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(*((Directory, "open_direct") if place == "descriptor" else (Buffer, "of")), fail)
+        patched.setattr(*((Directory, "open_direct") if place == "descriptor" else (runs, "thread_buffer")), fail)
         load = blocks.load([1, 2])
         assert not load.landed.any()
         assert load.failures == {Reason.TIER_FAILED: 2}, "the tier is left alone for a while"
@@ -1129,27 +1132,30 @@ class Waiting:
     performed: list[tuple[str, str]]
     goes_on: threading.Event
 
-    def perform(self, buffer: Buffer) -> None:
+    def perform(self) -> None:
         self.performed.append((threading.current_thread().name, self.name))
         self.goes_on.wait(20)
 
-    def fail(self, error: TierError) -> None:
+    def fail(self, error: Exception) -> None:
         raise AssertionError(error)
 
 
 def test_the_first_thread_takes_stores_first_and_the_others_loads() -> None:
     """So neither waits for ever behind the other, as long as there are two threads."""
-    workers, performed = Workers(2, "test"), list[tuple[str, str]]()
+    done = deque[Task]()
+    workers, performed = Workers("test", done, num_threads=2), list[tuple[str, str]]()
     first, second = threading.Event(), threading.Event()
-    workers.submit([Waiting("busy", performed, first), Waiting("busy", performed, first)], is_load=True)
+    workers.submit([Waiting("busy", performed, first), Waiting("busy", performed, first)], is_urgent=True)
     wait_until(lambda: len(performed) >= 2)
-    workers.submit([Waiting("load", performed, second) for _ in range(2)], is_load=True)
-    workers.submit([Waiting("store", performed, second) for _ in range(2)], is_load=False)
+    workers.submit([Waiting("load", performed, second) for _ in range(2)], is_urgent=True)
+    workers.submit([Waiting("store", performed, second) for _ in range(2)])
     first.set()
     wait_until(lambda: len(performed) >= 4)
     assert set(performed[2:]) == {("test-0", "store"), ("test-1", "load")}
     second.set()
-    assert workers.close(20.0)
+    workers.close()
+    assert workers.join(time.monotonic() + 20.0)
+    assert len(done) == 6
 
 
 # verbs

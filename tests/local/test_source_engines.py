@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from kvferry.errors import KVFerryError, Reason
-from kvferry.execution import source_engines as module
+from kvferry.execution import destination as module
 from kvferry.handoff.messages import FIRST_WEIGHTS, PROTOCOL_VERSION, Directory, Handle, Noted
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import END
 from kvferry.handoff.wire import background
 from kvferry.layout.shard import encode_shard
+from kvferry.plan import planner
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from kvferry.cli.main import app
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.disk import inspection
+from kvferry.tiers.disk.runs import RUN_BYTES, thread_buffer
 from kvferry.tiers.disk.segments import Directory, SegmentShape
-from kvferry.tiers.disk.workers import RUN_BYTES, Buffer
 
 from .disk_blocks import Blocks
 
@@ -110,8 +110,7 @@ def test_verify_reads_long_blocks_in_parts(tmp_path: Path, monkeypatch: pytest.M
     blocks.store([2], length)
     blocks.disk.close()
     asked: list[int] = []
-    of = Buffer.of
-    monkeypatch.setattr(Buffer, "of", lambda buffer, num_bytes: (asked.append(num_bytes), of(buffer, num_bytes))[1])
+    monkeypatch.setattr(inspection, "thread_buffer", lambda length: (asked.append(length), thread_buffer(length))[1])
     assert "2 blocks read, 0 damaged" in run("verify", tmp_path / "tier")
     assert max(asked) == RUN_BYTES
     path = sorted((tmp_path / "tier").glob("segment-*.kv"))[0]

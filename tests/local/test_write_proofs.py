@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution import introductions
+from kvferry.execution import destination
 from kvferry.execution.destination import Announcer
 from kvferry.execution.executor import JobResult, Phase
 from kvferry.execution.peers import Peers
@@ -57,7 +57,7 @@ SECONDS = 20.0
 @pytest.fixture(autouse=True)
 def _loopback_reaches_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are said to be on another host are on this one."""
-    monkeypatch.setattr(introductions, "is_on_this_host", lambda _: True)
+    monkeypatch.setattr(destination, "is_on_this_host", lambda _: True)
 
 
 @contextmanager

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import destination, destinations, introductions, peers
+from kvferry.execution import destination, peers
 from kvferry.execution import source as source_module
 from kvferry.execution.destination import Announcer
 from kvferry.execution.executor import JobResult
 from kvferry.execution.own_rank import OwnRank
-from kvferry.execution.peers import Peers, is_on_this_host
+from kvferry.execution.peers import Peers
 from kvferry.execution.source import Writer
 from kvferry.handoff import destination as handoff_destination
 from kvferry.handoff.holds import handle_of_transfer, transfer_of
@@ -42,7 +42,7 @@ from kvferry.handoff.wire.client import Exchange
 from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Trust, nothing_listens
 from kvferry.layout.shard import encode_shard
-from kvferry.transport.end_points import own_identity
+from kvferry.transport.end_points import is_on_this_host, own_identity
 from kvferry.transport.faults import FaultPlan
 
 from ..waits import wait_until
@@ -400,7 +400,7 @@ def test_an_announcement_that_a_reset_overtakes_is_refused(engines: Pairs, monke
     writer = sender.ranks[0].writer
     announced = writer.destinations.announced
 
-    def reset_meanwhile(key: WriteKey, registration: int, token: int) -> destinations.DestinationRank:
+    def reset_meanwhile(key: WriteKey, registration: int, token: int) -> source_module.DestinationRank:
         found = announced(key, registration, token)
         writer.end_epoch(EPOCH + 1)
         return found
@@ -443,7 +443,7 @@ def test_a_receiver_that_the_sender_may_not_reach_is_refused_at_once(
 
 
 def test_a_receiver_at_loopback_loads_from_its_own_host_alone(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(introductions, "is_on_this_host", is_on_this_host)
+    monkeypatch.setattr(destination, "is_on_this_host", is_on_this_host)
     here = own_identity()
     elsewhere = msgspec.structs.replace(here, boot_id="of another host")
     for process, reason in ((here, None), (elsewhere, Reason.PEER_UNREACHABLE)):
@@ -482,7 +482,7 @@ def refusal(answerer: Writer | Announcer, question: Question) -> Reason:
 
 
 def test_the_most_recent_receivers_are_kept(engines: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(destinations, "MAX_DESTINATIONS", 2)
+    monkeypatch.setattr(source_module, "MAX_DESTINATIONS", 2)
     sender, [first] = engines.open()
     [source] = sender.ranks
     others = [ReceivingRank(Rank(0, 1), name) for name in "ef"]
@@ -536,7 +536,7 @@ def test_what_introductions_make_a_sender_keep_is_bounded_in_bytes(
     """A stranger may give each of its names end points of 4 MB: 4,096 names would fill the memory."""
     sender, source, receiver, asked = asked_in_a_load(engines)
     [introduced] = [question for question in asked if isinstance(question, Introduce)]
-    monkeypatch.setattr(destinations, "MAX_INTRODUCED_BYTES", 3_000_000)
+    monkeypatch.setattr(source_module, "MAX_INTRODUCED_BYTES", 3_000_000)
     for name in "abcde":
         stranger = msgspec.structs.replace(introduced, receiver=name, end_points={"none": bytes(1_400_000)})
         assert isinstance(source.writer.answer(stranger), Noted)
@@ -554,7 +554,7 @@ def test_what_introductions_make_a_sender_keep_is_bounded_in_bytes(
 
 
 def test_the_list_of_introduced_sources_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(introductions, "MAX_SOURCES", 2)
+    monkeypatch.setattr(destination, "MAX_SOURCES", 2)
     client = Mock()
     rank = OwnRank("d", b"", IDENTITY, {}, Mock(), Mock(), Mock(), client)
     receiver = Announcer(rank, EndPoint(HOST, 1, 1), SECONDS)
@@ -611,7 +611,7 @@ def test_too_many_blocks_for_an_announcement_are_refused_before_any_is_sent(
 def test_what_a_sender_of_many_ranks_holds_may_be_too_long_to_repeat(
     engines: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(introductions, "MAX_QUESTION_BYTES", 100)
+    monkeypatch.setattr(destination, "MAX_QUESTION_BYTES", 100)
     sender, [receiver] = engines.open()
     receiver.receive(sender.hold(), [0])
     error = receiver.result(5.0).error

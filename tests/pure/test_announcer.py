@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.execution import destination, introductions
+from kvferry.execution import destination
 from kvferry.execution.destination import Announcement, Announcer, AwaitedLoad, SourceRank
 from kvferry.execution.device import HOST, DeviceOrder
 from kvferry.execution.executor import Phase
@@ -565,7 +565,7 @@ def test_a_token_is_no_zero_and_fits_into_a_message(byte: bytes, monkeypatch: py
     def digest_of(*_: object, digest_size: int, key: bytes) -> Any:
         return Mock(digest=lambda: byte * digest_size)
 
-    monkeypatch.setattr(introductions, "hashlib", Mock(blake2b=digest_of))
+    monkeypatch.setattr(destination, "hashlib", Mock(blake2b=digest_of))
     sources = Sources(ELSEWHERE)
     sources.advance(sources.load())
     [(_, _, question)] = sources.asked(Introduce)

@@ -24,7 +24,8 @@ def filled(space: Space, count: int, length: int, first: int = 0) -> list[Record
     for number in range(first, first + count):
         [record] = space.reserve([key_of(number)], [length], [])
         assert record is not None
-        space.publish(record, checksum=number)
+        record.checksum = number
+        space.publish(record)
         records.append(record)
     return records
 
@@ -41,7 +42,7 @@ def test_cells_are_held_by_one_block_and_segments_fit(steps: list[tuple[int, int
             assert not set(evicted) & {one.key for one in pinned}
             if reserved is not None:
                 assert reserved.segment.shape.cell_bytes >= length
-                space.publish(reserved, checksum=1)
+                space.publish(reserved)
         elif step == "p" and record is not None:
             space.pin(record)
             pinned.append(record)

@@ -16,10 +16,11 @@ from kvferry.cli.plan import Blocks, EngineShape, PlanReport, make_report
 from kvferry.errors import LayoutError
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind
+from kvferry.layout.states import gated_delta_segments, mamba2_segments
 from kvferry.models.config import ModelConfig
 from kvferry.models.families import BY_HAND, ItemSizes, ModelCaches, caches_of, layer_caches
 from kvferry.models.groups import LayerGroup, RankMemory, form_groups, model_shard, split_layers
-from kvferry.models.layer_caches import AttentionCache, GatedDeltaCache, Mamba2Cache
+from kvferry.models.layer_caches import AttentionCache, StateCache
 
 pytest.importorskip("transformers")
 
@@ -110,14 +111,18 @@ def test_layer_types_go_before_the_pattern() -> None:
     ]
 
 
+CONV = {"kernel_size": 4, "itemsize": 2}
+
+
 def test_states_are_read_from_their_own_fields() -> None:
     granite = groups_of(GRANITE)[0].cache
-    sizes = {"intermediate_size": 512, "num_groups": 1, "state_size": 16, "num_heads": 8, "head_size": 64}
-    assert granite == Mamba2Cache(**sizes, kernel_size=4, itemsize=2)
+    mamba = StateCache(split=mamba2_segments, sizes=(512, 1, 16), num_heads=8, num_channels=64 * 16, **CONV)
+    assert granite == mamba
     assert groups_of({**GRANITE, "mamba_d_head": "auto"})[0].cache == granite
-    delta = {"num_key_heads": 16, "key_head_size": 128, "num_value_heads": 32, "value_head_size": 128}
     published_cache = form_groups(published(QWEN_NEXT).named())[0].cache
-    assert published_cache == GatedDeltaCache(**delta, kernel_size=4, itemsize=2)
+    sizes = (16, 128, 32, 128)
+    delta = StateCache(split=gated_delta_segments, sizes=sizes, num_heads=32, num_channels=128 * 128, **CONV)
+    assert published_cache == delta
 
 
 def test_a_granite_of_attention_alone_is_plain() -> None:

@@ -18,10 +18,11 @@ from kvferry.layout.dense import Content
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheGroup, CacheKind, HeadRange, Region, Shard, TensorScale, TokenShare
 from kvferry.layout.slab import slab_shard
+from kvferry.layout.states import mamba2_segments
 from kvferry.models.families import model_caches
 from kvferry.models.groups import RankMemory as ModelRank
 from kvferry.models.groups import form_groups, model_shard, possible_layout, resolve_block_size, split_layers
-from kvferry.models.layer_caches import AttentionCache, LayerCache, Mamba2Cache
+from kvferry.models.layer_caches import AttentionCache, LayerCache, StateCache
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof import verify_destination
 from kvferry.plan.request import GroupBlocks, of_rank
@@ -158,9 +159,7 @@ def engine(caches: Sequence[LayerCache], layout: NamedLayout, tp_size: int, pp_s
 
 FULL, SLIDES = (AttentionCache(num_kv_heads=4, head_size=3, itemsize=2, window=window) for window in (0, 8))
 LATENT = AttentionCache(num_kv_heads=1, head_size=9, itemsize=2, is_latent=True)
-MAMBA = Mamba2Cache(
-    intermediate_size=16, num_groups=1, state_size=4, num_heads=8, head_size=2, kernel_size=4, itemsize=2
-)
+MAMBA = StateCache(split=mamba2_segments, sizes=(16, 1, 4), num_heads=8, num_channels=2 * 4, kernel_size=4, itemsize=2)
 MODELS = {
     "grouped-query": [FULL] * 4,
     "gemma": [SLIDES, SLIDES, FULL] * 2,

@@ -12,7 +12,7 @@ import pytest
 from kvferry.errors import Reason, TierError
 from kvferry.tiers import guarded_tier
 from kvferry.tiers import stack as stack_module
-from kvferry.tiers.disk import workers
+from kvferry.tiers.disk import runs
 from kvferry.tiers.host_memory import Change, HostMemory
 from kvferry.tiers.local_disk import LocalDisk
 from kvferry.tiers.protocol import BlockKey, Load, LowerTier, Presence, Slots
@@ -320,7 +320,7 @@ def test_any_error_in_a_thread_of_the_disk_is_a_miss(
         engine.store(number)
         settle()
     assert engine.host.presence(block_key(1)) is Presence.ABSENT
-    let_raise(getattr(workers, task), "perform", error, monkeypatch)
+    let_raise(getattr(runs, task), "perform", error, monkeypatch)
     engine.store(20)
     settle()
     engine.now += 1000.0

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import destinations as destinations_module
 from kvferry.execution import source as source_module
 from kvferry.execution.device import HOST
 from kvferry.execution.executor import Phase
@@ -566,7 +565,7 @@ def test_writes_keep_no_more_of_forgotten_introductions_than_a_rank_remembers(mo
     """Each of 16,384 writes that wait for a prompt could keep 4 MB of a name that was forgotten since. The largest
     introduction goes, with all writes that wait for their prompts.
     """
-    monkeypatch.setattr(destinations_module, "MAX_INTRODUCED_BYTES", 3_000_000)
+    monkeypatch.setattr(source_module, "MAX_INTRODUCED_BYTES", 3_000_000)
     monkeypatch.setattr(source_module, "MAX_OPEN_BYTES", 3_000_000)
     monkeypatch.setattr(source_module, "MAX_GIVEN_UP", 1)
     source = Source()

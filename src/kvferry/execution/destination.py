@@ -20,7 +20,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.digests import PER_ADVANCE, PartCells, PartDigests, check_computes
 from kvferry.execution.executor import JobResult, Phase, clock
 from kvferry.execution.own_rank import OwnRank
-from kvferry.execution.peers import Peers, is_on_this_host
+from kvferry.execution.peers import Peers
 from kvferry.handoff.destination import DestinationLoad, Step
 from kvferry.handoff.handshake import decode_shards, fetch_directory, tell_refusal
 from kvferry.handoff.messages import (
@@ -56,7 +56,7 @@ from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.match import selector_of
 from kvferry.plan.planner import PairPlan, Route
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
-from kvferry.transport.end_points import ProcessIdentity
+from kvferry.transport.end_points import ProcessIdentity, is_on_this_host
 
 TOKEN_BYTES, SECRET_BYTES = 7, 32
 MAX_SOURCES = 4096
@@ -717,8 +717,6 @@ class Announcer:
         self._loads.pop(number, None)
         self._close_former()
 
-
-logger = PeerLog(logging.getLogger(__name__))
 
 MAX_ENGINES = 1024
 MAX_DIRECTORY_BYTES = 256 << 20

@@ -133,7 +133,7 @@ class Destinations:
             link,
             index,
             question.registration,
-            _num_bytes(question),
+            _num_introduced_bytes(question),
             num_fences,
         )
         self.known.move_to_end(key)
@@ -196,7 +196,7 @@ class Destinations:
         return destination.link
 
 
-def _num_bytes(question: Introduce) -> int:
+def _num_introduced_bytes(question: Introduce) -> int:
     return sum(map(len, (question.shard, *question.sources, *question.end_points.values())))
 
 
@@ -209,8 +209,6 @@ def _may_not_connect(question: Introduce, error: KVFerryError) -> HandoffError:
         'Add the decode engine\'s host to "allowed_hosts" of the prefill engine.',
     )
 
-
-logger = PeerLog(logging.getLogger(__name__))
 
 MAX_STEPS = 1024
 """Steps kept until :meth:`Writer.take_steps`; of more only the latest are kept."""

@@ -17,12 +17,12 @@ import numpy as np
 
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, TransportError
-from kvferry.execution.peers import Process
 from kvferry.layout.shard import Region
 from kvferry.transport.copy_threads import CopyThreads
 from kvferry.transport.end_points import (
     NONCE_BYTES,
     Nonce,
+    Process,
     ProcessEndPoint,
     ProcessIdentity,
     decode_end_point,

@@ -124,8 +124,6 @@ class HeldAnswers:
         self._to_lend.discard(handle)
 
 
-logger = PeerLog(logging.getLogger(__name__))
-
 WHOLE = (CacheKind.ATTENTION, CacheKind.MLA)
 """Kinds whose blocks neither change nor are freed when the engine goes past the prompt."""
 NOTICED_SECONDS = 15.0
