@@ -1,7 +1,7 @@
 """Agreement of two engines before a byte moves: a common protocol, same epoch, same model, field by field."""
 
 from contextlib import suppress
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -57,10 +57,6 @@ def agree(*, prefill: Versions = OURS, decode: Versions = OURS) -> int:
         f"speaks {decode}.",
         f"Update kvferry on the {older} engine.",
     )
-
-
-AdapterDigest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z", max_length=32)]
-"""A digest in a peer's message or in a request's parameters, empty for none. It goes into log lines."""
 
 
 class Adapter(msgspec.Struct, frozen=True):

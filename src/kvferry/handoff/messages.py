@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.handshake import AdapterDigest
 from kvferry.handoff.wire.trust import check_host
 from kvferry.transport.end_points import ProcessIdentity
 
@@ -45,6 +44,8 @@ Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 Digests = Literal["off", "sample", "full"]
 """Which bytes two ranks compare by digests, see :class:`kvferry.plan.digest_cells.Integrity`."""
+AdapterDigest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z", max_length=32)]
+"""A digest in a peer's message or in a request's parameters, empty for none. It goes into log lines."""
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
 
 

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.handoff.handshake import NO_ADAPTER, OURS, Adapter, AdapterDigest, Versions, agree
+from kvferry.handoff.handshake import NO_ADAPTER, OURS, Adapter, Versions, agree
 from kvferry.handoff.holds import Hold, is_of_hold
-from kvferry.handoff.messages import Handle, LeaseSeconds, Name, Unsigned
+from kvferry.handoff.messages import AdapterDigest, Handle, LeaseSeconds, Name, Unsigned
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import Prompt
 from kvferry.handoff.wire.trust import Keys, check_host
