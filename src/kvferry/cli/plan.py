@@ -4,11 +4,11 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import typer
@@ -31,9 +31,9 @@ from kvferry.models.groups import (
     resolve_block_size,
     split_layers,
 )
-from kvferry.models.layer_caches import AttentionCache, recurrent_itemsize
+from kvferry.models.layer_caches import AttentionCache
 from kvferry.plan.match import ComponentHeads
-from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Planner, StridedCopy, Template
+from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Planner, StridedCopy
 from kvferry.plan.proof import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks, first_token_to_move
 from kvferry.transport.null import NullTransport
@@ -77,11 +77,6 @@ class Engine:
         """Bytes of one block of one layer on one rank."""
         return page_bytes(self.groups, self.block_size, self.wanted.tp)
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes that one block takes of a rank's memory where one rank holds all layers: those of the widest group."""
-        return self.page_bytes * max(len(group.layers) for group in self.groups)
-
     def notes(self) -> list[str]:
         """Return a sentence about each wanted value that the model changes."""
         found = []
@@ -97,6 +92,17 @@ class Engine:
             )
         return found
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the engine as JSON values; a block takes ``block_bytes`` where one rank holds all layers."""
+        return {
+            "tp": self.wanted.tp,
+            "pp": self.wanted.pp,
+            "layout": self.layout.value,
+            "block_size": self.block_size,
+            "page_bytes": self.page_bytes,
+            "block_bytes": self.page_bytes * max(len(group.layers) for group in self.groups),
+        }
+
     def shards(self, num_blocks: int, base_address: int) -> list[Shard]:
         """Return the shards of all ranks, stage by stage, at invented addresses."""
         wanted, num_layers = self.wanted, self.num_layers
@@ -110,14 +116,15 @@ class Engine:
             frozenset(name for name in names if first <= layer_of(name) < end)
             for first, end in itertools.pairwise(ends)
         ]
-        memory = {"layout": self.layout, "block_size": self.block_size, "num_blocks": num_blocks}
         ranks = itertools.product(enumerate(held), range(wanted.tp))
         return [
             model_shard(
                 self.groups,
                 layers,
                 RankMemory(
-                    **memory,  # type: ignore[arg-type]
+                    layout=self.layout,
+                    block_size=self.block_size,
+                    num_blocks=num_blocks,
                     tp_rank=tp_rank,
                     tp_size=wanted.tp,
                     pp_rank=stage,
@@ -151,20 +158,25 @@ class Summary:
     bytes: int
     run_lengths: tuple[tuple[int, int], ...]
 
+    @classmethod
+    def of(cls, descriptors: Descriptors) -> Self:
+        """Return the summary of a lowered list.
+
+        >>> Summary.of(np.array([[0, 100, 8], [16, 200, 8]], dtype=np.uint64)).run_lengths
+        ((8, 2),)
+        """
+        lengths, counts = np.unique(descriptors[:, 2], return_counts=True)
+        runs = tuple(zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True))
+        return cls(len(descriptors), int(descriptors[:, 2].sum()), runs)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the summary as JSON values."""
+        runs = [{"length": length, "count": count} for length, count in self.run_lengths]
+        return {"descriptors": self.descriptors, "bytes": self.bytes, "run_lengths": runs}
+
     def __str__(self) -> str:
         runs = " ".join(f"{count}x{length}" for length, count in self.run_lengths)
         return f"{self.descriptors} descriptors, {self.bytes} bytes, {runs}"
-
-
-def summarize(descriptors: Descriptors) -> Summary:
-    """Return the summary of a lowered list.
-
-    >>> summarize(np.array([[0, 100, 8], [16, 200, 8]], dtype=np.uint64)).run_lengths
-    ((8, 2),)
-    """
-    lengths, counts = np.unique(descriptors[:, 2], return_counts=True)
-    runs = tuple(zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True))
-    return Summary(len(descriptors), int(descriptors[:, 2].sum()), runs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,16 +190,11 @@ class PairReport:
     groups: tuple[tuple[str, Summary], ...]
     failure: str
 
-    @property
-    def prefill_rank(self) -> int:
-        """Index of the prefill rank, stage by stage."""
-        return self.pair.assignment.source_index
-
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        ranks = {"prefill_rank": self.prefill_rank, "decode_rank": self.decode_rank}
-        groups = [{"group": name, **_summary_json(summary)} for name, summary in self.groups]
-        return {**ranks, **_summary_json(self.summary), "verified": not self.failure, "groups": groups}
+        ranks = {"prefill_rank": self.pair.assignment.source_index, "decode_rank": self.decode_rank}
+        groups = [{"group": name, **summary.as_json()} for name, summary in self.groups]
+        return {**ranks, **self.summary.as_json(), "verified": not self.failure, "groups": groups}
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +221,11 @@ class PlanReport:
         return sum(pair.summary.bytes for pair in self.pairs)
 
     @property
+    def notes(self) -> list[str]:
+        """A sentence about each value that the model changes."""
+        return self.prefill.notes() + self.decode.notes()
+
+    @property
     def verified(self) -> bool:
         """Whether no proof failed."""
         return not self.failures
@@ -226,39 +238,23 @@ class PlanReport:
             "verified": self.verified,
             "shapes": self.origin,
             "failures": list(self.failures),
-            "notes": self.prefill.notes() + self.decode.notes(),
+            "notes": self.notes,
             "groups": [_group_json(*pair) for pair in zip(self.prefill.groups, self.requests, strict=True)],
-            "engines": {
-                engine.name: {
-                    "tp": engine.wanted.tp,
-                    "pp": engine.wanted.pp,
-                    "layout": engine.layout.value,
-                    "block_size": engine.block_size,
-                    "page_bytes": engine.page_bytes,
-                    "block_bytes": engine.block_bytes,
-                }
-                for engine in (self.prefill, self.decode)
-            },
+            "engines": {engine.name: engine.as_json() for engine in (self.prefill, self.decode)},
             "pairs": [pair.as_json() for pair in self.pairs],
         }
 
 
-def _summary_json(summary: Summary) -> dict[str, Any]:
-    runs = [{"length": length, "count": count} for length, count in summary.run_lengths]
-    return {**asdict(summary), "run_lengths": runs}
-
-
 def _group_json(group: LayerGroup, request: GroupBlocks) -> dict[str, Any]:
-    holds = {"group": group.name, "kind": group.kind.value, "window": group.cache.window}
-    tokens = {"first_token": request.first_token, "last_token": request.last_token}
-    return {**holds, **_cache_json(group), "layers": list(group.layers), **tokens}
-
-
-def _cache_json(group: LayerGroup) -> dict[str, Any]:
     cache = group.cache
     if isinstance(cache, AttentionCache):
-        return {"kv_heads": cache.num_kv_heads, "head_size": cache.head_size, "itemsize": cache.itemsize}
-    return {"state_heads": cache.num_heads, "itemsize": cache.itemsize, "recurrent_itemsize": recurrent_itemsize(cache)}
+        sizes = {"kv_heads": cache.num_kv_heads, "head_size": cache.head_size, "itemsize": cache.itemsize}
+    else:
+        recurrent = cache.state_itemsize
+        sizes = {"state_heads": cache.num_heads, "itemsize": cache.itemsize, "recurrent_itemsize": recurrent}
+    holds = {"group": group.name, "kind": group.kind.value, "window": cache.window}
+    tokens = {"first_token": request.first_token, "last_token": request.last_token}
+    return {**holds, **sizes, "layers": list(group.layers), **tokens}
 
 
 def engine_of(name: str, shape: EngineShape, caches: ModelCaches) -> Engine:
@@ -364,10 +360,10 @@ def make_report(
 def _pair_report(pair: PairPlan, decode_rank: int, requested: Sequence[GroupBlocks], *, verify: bool) -> PairReport:
     lists = pair.lower_groups(requested)
     descriptors = submitted(pair, np.concatenate([NOTHING, *lists.values()]))
-    groups = tuple((name, summarize(rows)) for name, rows in lists.items())
+    groups = tuple((name, Summary.of(rows)) for name, rows in lists.items())
     proof = partial(verify_pair, descriptors, pair.source, pair.destination, requested, pair.heads)
     failure = _failure(f"{pair.source.rank_name} to {pair.destination.rank_name}", proof) if verify else ""
-    return PairReport(pair, decode_rank, descriptors, summarize(descriptors), groups, failure)
+    return PairReport(pair, decode_rank, descriptors, Summary.of(descriptors), groups, failure)
 
 
 def _failure(ranks: str, proof: Callable[[], object]) -> str:
@@ -525,18 +521,16 @@ def _print_report(report: PlanReport, explanation: list[str]) -> None:
     for column in ("prefill rank", "decode rank", "group", "descriptors", "bytes", "run lengths", "verified"):
         table.add_column(column, justify="left" if column in ("group", "run lengths", "verified") else "right")
     for pair in report.pairs:
-        ranks = _rank(report.prefill.wanted.tp, report.prefill.wanted.pp, pair.prefill_rank)
-        ranks += _rank(report.decode.wanted.tp, report.decode.wanted.pp, pair.decode_rank)
-        for index, (group, summary) in enumerate(pair.groups):
-            shown = ranks if index == 0 else ["", ""]
-            table.add_row(*shown, group, *_cells(summary), "NO" if pair.failure else "yes")
+        ranks = [_rank(report.prefill, pair.pair.assignment.source_index), _rank(report.decode, pair.decode_rank)]
+        for group, summary in pair.groups:
+            table.add_row(*ranks, group, *_cells(summary), "NO" if pair.failure else "yes")
+            ranks = ["", ""]
         table.add_section()
     total = "yes" if report.verified else "NO"
     table.add_row("", "", "total", str(report.descriptors), format_bytes(report.bytes), "", total)
     console = open_console()
-    console.print(f"shapes of the caches: {report.origin}", markup=False, highlight=False)
-    for note in report.prefill.notes() + report.decode.notes():
-        console.print(note, markup=False, highlight=False)
+    for line in (f"shapes of the caches: {report.origin}", *report.notes):
+        console.print(line, markup=False, highlight=False)
     console.print(table)
     for failure in report.failures:
         console.print(failure, style="red", markup=False)
@@ -544,8 +538,9 @@ def _print_report(report: PlanReport, explanation: list[str]) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _rank(tp: int, pp: int, index: int) -> list[str]:
-    return [f"pp {index // tp} tp {index % tp}" if pp > 1 else str(index)]
+def _rank(engine: Engine, index: int) -> str:
+    stage, rank = divmod(index, engine.wanted.tp)
+    return f"pp {stage} tp {rank}" if engine.wanted.pp > 1 else str(index)
 
 
 def _cells(summary: Summary) -> list[str]:
@@ -557,22 +552,16 @@ def _cells(summary: Summary) -> list[str]:
 def explain_plan(report: PlanReport) -> list[str]:
     """Return the explanation of a whole plan: engines and groups, then each pair, then refusals and changes."""
     lines = [f"shapes of the caches: {report.origin}"]
-    lines += [_engine_line(engine) for engine in (report.prefill, report.decode)]
+    for engine in (report.prefill, report.decode):
+        sizes = f"TP {engine.wanted.tp}, PP {engine.wanted.pp}, blocks of {engine.block_size} tokens"
+        lines.append(f"{engine.name}: {sizes}, layout {engine.layout}, cache groups: {len(engine.groups)}")
     for group, request in zip(report.prefill.groups, report.requests, strict=True):
         lines.append(_group_line(group, request))
     for pair in report.pairs:
         lines += _pair_lines(pair, report)
-    refused = [*report.prefill.notes(), *report.decode.notes(), *report.failures]
+    refused = [*report.notes, *report.failures]
     lines.append("refused or changed:" if refused else "refused or changed: nothing")
     return [*lines, *(f"  {line}" for line in refused)]
-
-
-def explain_pair(pair: PairPlan) -> list[str]:
-    """Return the templates of whole blocks of one pair as text, once for all groups with equal templates."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, group in pair.groups.items():
-        alike.setdefault(tuple(_template_lines(group)), []).append(name)
-    return [line for lines, names in alike.items() for line in (f"{', '.join(names)}:", *(f"  {one}" for one in lines))]
 
 
 def spans(numbers: Iterable[str]) -> str:
@@ -588,11 +577,6 @@ def spans(numbers: Iterable[str]) -> str:
         else:
             ranges.append([number, number])
     return " ".join(f"{first}-{last}" if first != last else str(first) for first, last in ranges)
-
-
-def _engine_line(engine: Engine) -> str:
-    sizes = f"TP {engine.wanted.tp}, PP {engine.wanted.pp}, blocks of {engine.block_size} tokens"
-    return f"{engine.name}: {sizes}, layout {engine.layout}, cache groups: {len(engine.groups)}"
 
 
 def _group_line(group: LayerGroup, request: GroupBlocks) -> str:
@@ -613,7 +597,12 @@ def _pair_lines(report: PairReport, plan: PlanReport) -> list[str]:
         components = [component for component in pair.assignment.components if component.group == name]
         lines.append(f"  {name}: layers {matched} match by name")
         lines += [f"    {_source_line(component, group, pair, plan)}" for component in components]
-    return lines + [f"  {line}" for line in explain_pair(pair)]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, group in pair.groups.items():
+        alike.setdefault(tuple(_template_lines(group)), []).append(name)
+    for template, names in alike.items():
+        lines += [f"  {', '.join(names)}:", *(f"    {line}" for line in template)]
+    return lines
 
 
 def _source_line(component: ComponentHeads, group: GroupPlan, pair: PairPlan, plan: PlanReport) -> str:
@@ -636,21 +625,18 @@ def _replicas(component: ComponentHeads, sent: CacheGroup, sources: Sequence[Sha
 
 
 def _template_lines(group: GroupPlan) -> list[str]:
+    """Return the templates of whole blocks of a group; equal templates are told once, equal copies share a line."""
+    found: dict[tuple[int, tuple[str, ...]], None] = {}
+    for template in (template for phase in group.first_phases() for template in group.templates(phase)):
+        counts = Counter(map(copy_line, template.copies))
+        copies = tuple(f"{count} of: {line}" if count > 1 else line for line, count in counts.items())
+        found[len(template.runs), copies] = None
     lines = []
-    templates = [template for phase in group.first_phases() for template in group.templates(phase)]
-    for template in dict.fromkeys(_described(template) for template in templates):
-        num_runs, copies = template
+    for num_runs, copies in found:
         lines.append(f"a block moves in {num_runs} run{'s' if num_runs > 1 else ''}:")
         lines += [f"  {line}" for line in copies[:MAX_COPIES]]
         lines += [f"  and {len(copies) - MAX_COPIES} other patterns"] if len(copies) > MAX_COPIES else []
     return lines
-
-
-def _described(template: Template) -> tuple[int, tuple[str, ...]]:
-    """Return the number of a template's runs and the lines of its copies; equal copies share a line."""
-    counts = Counter(map(copy_line, template.copies))
-    lines = (f"{count} of: {line}" if count > 1 else line for line, count in counts.items())
-    return len(template.runs), tuple(lines)
 
 
 def copy_line(copy: StridedCopy) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 
 from kvferry.errors import Reason
 from kvferry.layout.shard import MAX_LAYERS
+from kvferry.layout.states import gated_delta_segments, mamba1_segments, mamba2_segments
 from kvferry.models.config import ModelConfig, config_of, item_size, read_fields, refuse
-from kvferry.models.layer_caches import AttentionCache, GatedDeltaCache, LayerCache, Mamba1Cache, Mamba2Cache
+from kvferry.models.layer_caches import AttentionCache, LayerCache, StateCache
 
 HINTS = re.compile(
     "window|sliding|swa_|layer_types|layers?_block|block_(types?|configs)|attention_(interval|chunk)|attn_type|global_head"
@@ -247,13 +248,13 @@ def _falcon_h1(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCa
     return [(_attention(config, family, sizes), state)] * _num_layers(config)
 
 
-def _mamba2(config: ModelConfig, sizes: ItemSizes, intermediate: int, heads: int, head_size: int) -> Mamba2Cache:
-    return Mamba2Cache(
-        intermediate_size=intermediate,
-        num_groups=config.number("mamba_n_groups"),
-        state_size=config.number("mamba_d_state"),
+def _mamba2(config: ModelConfig, sizes: ItemSizes, intermediate: int, heads: int, head_size: int) -> StateCache:
+    state_size = config.number("mamba_d_state")
+    return StateCache(
+        split=mamba2_segments,
+        sizes=(intermediate, config.number("mamba_n_groups"), state_size),
         num_heads=heads,
-        head_size=head_size,
+        num_channels=head_size * state_size,
         kernel_size=_kernel_size(config, "mamba_d_conv"),
         itemsize=sizes.state,
     )
@@ -266,12 +267,12 @@ def _nemotron_h(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerC
         config.refuse_missing("layer_types")
     heads, head_size = config.number("mamba_num_heads"), config.number("mamba_head_dim")
     recurrent = config.fields.get("mamba_ssm_cache_dtype") or "float32"  # vLLM's choice for this family
-    state = Mamba2Cache(
-        intermediate_size=heads * head_size,
-        num_groups=config.number("n_groups"),
-        state_size=config.number("ssm_state_size"),
+    state_size = config.number("ssm_state_size")
+    state = StateCache(
+        split=mamba2_segments,
+        sizes=(heads * head_size, config.number("n_groups"), state_size),
         num_heads=heads,
-        head_size=head_size,
+        num_channels=head_size * state_size,
         kernel_size=_kernel_size(config, "conv_kernel"),
         itemsize=sizes.state,
         recurrent_itemsize=item_size(str(recurrent)),
@@ -288,9 +289,12 @@ def _jamba(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches
     types = config.layer_types(num_layers)
     if types is None:
         config.refuse_missing("layer_types")
-    state = Mamba1Cache(
-        intermediate_size=config.number("mamba_expand") * config.number("hidden_size"),
-        state_size=config.number("mamba_d_state"),
+    intermediate = config.number("mamba_expand") * config.number("hidden_size")
+    state = StateCache(
+        split=mamba1_segments,
+        sizes=(intermediate,),
+        num_heads=intermediate,
+        num_channels=config.number("mamba_d_state"),
         kernel_size=_kernel_size(config, "mamba_d_conv"),
         itemsize=sizes.state,
     )
@@ -301,11 +305,13 @@ def _jamba(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches
 def _gated_delta(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
     types = _types(config, family, _num_layers(config), "linear_attention")
     recurrent = config.fields.get("mamba_ssm_dtype")
-    state = GatedDeltaCache(
-        num_key_heads=config.number("linear_num_key_heads"),
-        key_head_size=config.number("linear_key_head_dim"),
-        num_value_heads=config.number("linear_num_value_heads"),
-        value_head_size=config.number("linear_value_head_dim"),
+    num_keys, key_size = config.number("linear_num_key_heads"), config.number("linear_key_head_dim")
+    num_values, value_size = config.number("linear_num_value_heads"), config.number("linear_value_head_dim")
+    state = StateCache(
+        split=gated_delta_segments,
+        sizes=(num_keys, key_size, num_values, value_size),
+        num_heads=num_values,
+        num_channels=value_size * key_size,
         kernel_size=_kernel_size(config, "linear_conv_kernel_dim"),
         itemsize=sizes.state,
         recurrent_itemsize=item_size(str(recurrent)) if recurrent else None,

@@ -19,15 +19,7 @@ from kvferry.errors import LayoutError, Reason
 from kvferry.layout.named_layouts import Axis, NamedLayout
 from kvferry.layout.shard import CacheGroup, CacheKind, Component, Region, Shard, require
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, padding_components, recurrent_component
-from kvferry.models.layer_caches import (
-    AttentionCache,
-    LayerCache,
-    StateCache,
-    conv_bytes,
-    recurrent_itemsize,
-    state_bytes,
-    state_heads,
-)
+from kvferry.models.layer_caches import AttentionCache, LayerCache, StateCache
 
 KERNEL_BLOCK_SIZE = 16
 """Tokens of the smallest block that vLLM's GPU attention kernels support."""
@@ -113,14 +105,14 @@ def possible_layout(groups: tuple[LayerGroup, ...], wanted: NamedLayout) -> Name
 def largest_state(groups: tuple[LayerGroup, ...], tp_size: int) -> int:
     """Return the bytes of the largest state of a layer on one rank; 0 without states."""
     caches = [group.cache for group in groups]
-    return max((state_bytes(cache, tp_size) for cache in caches if not isinstance(cache, AttentionCache)), default=0)
+    return max((cache.num_bytes(tp_size) for cache in caches if isinstance(cache, StateCache)), default=0)
 
 
 def resolve_block_size(groups: tuple[LayerGroup, ...], block_size: int, tp_size: int) -> int:
     """Return the tokens of an attention block, enlarged until its page holds a state.
 
-    >>> from kvferry.models.layer_caches import Mamba2Cache
-    >>> state = Mamba2Cache(intermediate_size=8192, num_groups=1, state_size=128, num_heads=128, head_size=64,
+    >>> from kvferry.layout.states import mamba2_segments
+    >>> state = StateCache(split=mamba2_segments, sizes=(8192, 1, 128), num_heads=128, num_channels=64 * 128,
     ...     kernel_size=4, itemsize=2)
     >>> groups = form_groups({"0": state, "1": AttentionCache(num_kv_heads=8, head_size=128, itemsize=2)})
     >>> [resolve_block_size(groups, 16, tp_size) for tp_size in (1, 2, 16)]
@@ -250,13 +242,13 @@ def _state(
     conv = conv_components(pages, segments, state_len=taps, order=ConvOrder.SD, itemsize=cache.itemsize)
     recurrent = recurrent_component(
         pages,
-        state_heads(cache, memory.tp_rank, memory.tp_size),
+        cache.heads(memory.tp_rank, memory.tp_size),
         cache.num_heads,
-        num_channels=cache.state_channels,
-        itemsize=recurrent_itemsize(cache),
-        page_offset=conv_bytes(cache, memory.tp_size),
+        num_channels=cache.num_channels,
+        itemsize=cache.state_itemsize,
+        page_offset=cache.conv_bytes(memory.tp_size),
     )
-    padding = padding_components(pages, state_bytes(cache, memory.tp_size), page, memory.tp_rank, memory.tp_size)
+    padding = padding_components(pages, cache.num_bytes(memory.tp_size), page, memory.tp_rank, memory.tp_size)
     return (*conv, recurrent, *padding)
 
 

@@ -1,10 +1,11 @@
 """The cache of one layer of a model, as integers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvferry.layout.shard import CacheKind, HeadRange, heads_of_rank, require
-from kvferry.layout.states import ConvSegment, gated_delta_segments, mamba1_segments, mamba2_segments
+from kvferry.layout.states import ConvSegment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,118 +44,51 @@ class AttentionCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba1Cache:
-    """The state of one Mamba1 layer: each of its channels is a head of ``state_size`` numbers."""
+class StateCache:
+    """The state of one layer: a convolution, which keeps ``kernel_size - 1`` inputs, and a recurrent state.
 
-    kind: ClassVar = CacheKind.STATE
-    window: ClassVar = 0
-    intermediate_size: int
-    state_size: int
-    kernel_size: int
-    itemsize: int
-    recurrent_itemsize: int | None = None
+    ``split`` of ``sizes``, a rank and the number of ranks are the convolution's segments on that rank. The recurrent
+    state has ``num_heads`` of ``num_channels``; ``recurrent_itemsize`` is given where its dtype is another one.
 
-    @property
-    def num_heads(self) -> int:
-        """Heads of the recurrent state: the channels."""
-        return self.intermediate_size
-
-    @property
-    def state_channels(self) -> int:
-        """Numbers of the recurrent state of one head."""
-        return self.state_size
-
-    def segments(self, tp_rank: int, tp_size: int) -> tuple[ConvSegment, ...]:
-        """Return the one segment of the convolution's channels that a rank holds."""
-        return mamba1_segments(self.intermediate_size, tp_rank, tp_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Cache:
-    """The state of one Mamba2 layer. The convolution keeps ``kernel_size - 1`` inputs.
-
-    ``recurrent_itemsize`` is given where the recurrent state has another dtype than the convolution's inputs.
-    """
-
-    kind: ClassVar = CacheKind.STATE
-    window: ClassVar = 0
-    intermediate_size: int
-    num_groups: int
-    state_size: int
-    num_heads: int
-    head_size: int
-    kernel_size: int
-    itemsize: int
-    recurrent_itemsize: int | None = None
-
-    @property
-    def state_channels(self) -> int:
-        """Numbers of the recurrent state of one head."""
-        return self.head_size * self.state_size
-
-    def segments(self, tp_rank: int, tp_size: int) -> tuple[ConvSegment, ...]:
-        """Return the segments of the convolution's channels that a rank holds."""
-        return mamba2_segments(self.intermediate_size, self.num_groups, self.state_size, tp_rank, tp_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaCache:
-    """The state of one layer of a gated delta net."""
-
-    kind: ClassVar = CacheKind.STATE
-    window: ClassVar = 0
-    num_key_heads: int
-    key_head_size: int
-    num_value_heads: int
-    value_head_size: int
-    kernel_size: int
-    itemsize: int
-    recurrent_itemsize: int | None = None
-
-    @property
-    def num_heads(self) -> int:
-        """Heads of the recurrent state: the value heads."""
-        return self.num_value_heads
-
-    @property
-    def state_channels(self) -> int:
-        """Numbers of the recurrent state of one head."""
-        return self.value_head_size * self.key_head_size
-
-    def segments(self, tp_rank: int, tp_size: int) -> tuple[ConvSegment, ...]:
-        """Return the segments of the convolution's channels that a rank holds."""
-        keys, values = (self.num_key_heads, self.key_head_size), (self.num_value_heads, self.value_head_size)
-        return gated_delta_segments(*keys, *values, tp_rank, tp_size)
-
-
-StateCache = Mamba1Cache | Mamba2Cache | GatedDeltaCache
-LayerCache = AttentionCache | StateCache
-
-
-def state_heads(cache: StateCache, tp_rank: int, tp_size: int) -> HeadRange:
-    """Return the heads of the recurrent state that a rank holds: split evenly, never replicated."""
-    what = f"{cache.num_heads} heads of a state cannot be split over {tp_size} ranks."
-    require(cache.num_heads >= tp_size, what, "Use ranks that divide them.")
-    return heads_of_rank(cache.num_heads, tp_rank, tp_size)
-
-
-def conv_bytes(cache: StateCache, tp_size: int) -> int:
-    """Return the bytes of the convolution's inputs that one layer keeps on one rank."""
-    channels = sum(len(segment.held) for segment in cache.segments(0, tp_size))
-    return channels * (cache.kernel_size - 1) * cache.itemsize
-
-
-def recurrent_itemsize(cache: StateCache) -> int:
-    """Return the bytes of one number of the recurrent state."""
-    return cache.recurrent_itemsize or cache.itemsize
-
-
-def state_bytes(cache: StateCache, tp_size: int) -> int:
-    """Return the bytes of one layer's whole state on one rank.
-
-    >>> state_bytes(Mamba2Cache(intermediate_size=8192, num_groups=1, state_size=128, num_heads=128, head_size=64,
-    ...     kernel_size=4, itemsize=2), tp_size=2)
+    >>> from kvferry.layout.states import mamba2_segments
+    >>> StateCache(split=mamba2_segments, sizes=(8192, 1, 128), num_heads=128, num_channels=64 * 128, kernel_size=4,
+    ...     itemsize=2).num_bytes(tp_size=2)
     1074688
     """
-    recurrent = len(state_heads(cache, 0, tp_size)) * cache.state_channels * recurrent_itemsize(cache)
-    return conv_bytes(cache, tp_size) + recurrent
+
+    split: Callable[..., tuple[ConvSegment, ...]]
+    sizes: tuple[int, ...]
+    num_heads: int
+    num_channels: int
+    kernel_size: int
+    itemsize: int
+    recurrent_itemsize: int | None = None
+    kind: ClassVar = CacheKind.STATE
+    window: ClassVar = 0
+
+    @property
+    def state_itemsize(self) -> int:
+        """Bytes of one number of the recurrent state."""
+        return self.recurrent_itemsize or self.itemsize
+
+    def segments(self, tp_rank: int, tp_size: int) -> tuple[ConvSegment, ...]:
+        """Return the segments of the convolution's channels that a rank holds."""
+        return self.split(*self.sizes, tp_rank, tp_size)
+
+    def heads(self, tp_rank: int, tp_size: int) -> HeadRange:
+        """Return the heads of the recurrent state that a rank holds: split evenly, never replicated."""
+        what = f"{self.num_heads} heads of a state cannot be split over {tp_size} ranks."
+        require(self.num_heads >= tp_size, what, "Use ranks that divide them.")
+        return heads_of_rank(self.num_heads, tp_rank, tp_size)
+
+    def conv_bytes(self, tp_size: int) -> int:
+        """Return the bytes of the convolution's inputs that one layer keeps on one rank."""
+        channels = sum(len(segment.held) for segment in self.segments(0, tp_size))
+        return channels * (self.kernel_size - 1) * self.itemsize
+
+    def num_bytes(self, tp_size: int) -> int:
+        """Return the bytes of one layer's whole state on one rank."""
+        return self.conv_bytes(tp_size) + len(self.heads(0, tp_size)) * self.num_channels * self.state_itemsize
+
+
+LayerCache = AttentionCache | StateCache
