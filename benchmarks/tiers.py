@@ -45,7 +45,7 @@ from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.request import GroupBlocks
 from kvferry.tiers.disk.inspection import NUM_READERS, existing_directory, inspect, verify
-from kvferry.tiers.disk.workers import RUN_BYTES
+from kvferry.tiers.disk.runs import RUN_BYTES
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.local_disk import NUM_THREADS, LocalDisk
 from kvferry.tiers.protocol import KEY_BYTES, BlockKey, Slots

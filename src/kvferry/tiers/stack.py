@@ -80,9 +80,8 @@ class Stack:
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.slab import slab_shard
     >>> from kvferry.tiers.protocol import KEY_BYTES
-    >>> rank = shard_for(
-    ...     layers=["0"], num_kv_heads=8, head_size=64, itemsize=2, block_size=16, num_blocks=1, layout=NamedLayout.LBNHC
-    ... )
+    >>> rank = shard_for(layers=["0"], num_kv_heads=1, head_size=8, itemsize=2, block_size=16, num_blocks=1,
+    ...     layout=NamedLayout.LBNHC)
     >>> stack = Stack(HostMemory(slab_shard([rank], {"full": 8}, base_address=1 << 30)))
     >>> keys = [bytes([number] * KEY_BYTES) for number in (1, 2, 3)]
     >>> store = stack.prepare_store("full", keys[:2], num_parts=1)
