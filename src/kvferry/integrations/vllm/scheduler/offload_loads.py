@@ -1,4 +1,7 @@
-"""The loads of one engine: from a promise to an order for all ranks, until the last of them has reported."""
+"""The loads of one engine: what a request asks of the tiers, what is promised to it, and the copies of all ranks.
+
+A hit is promised only when every block of it lies verified and pinned in host memory, so no promise can break.
+"""
 
 import logging
 from bisect import bisect_left
@@ -16,7 +19,8 @@ from kvferry.integrations.vllm.adapters import Adapters
 from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStatistics
-from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
+from kvferry.integrations.vllm.scheduler.blocks import num_recomputed
+from kvferry.integrations.vllm.scheduler.offload_events import HOST_MEMORY, BlockEvents
 from kvferry.integrations.vllm.scheduler.stored_blocks import (
     RequestBlocks,
     StoredGroup,
@@ -26,19 +30,24 @@ from kvferry.integrations.vllm.scheduler.stored_blocks import (
 )
 from kvferry.integrations.vllm.translate import UNEXPECTED
 from kvferry.integrations.vllm.versions import cache_hit_source
+from kvferry.layout.shard import CacheKind
 from kvferry.peer_log import PeerLog
 from kvferry.tiers.host_memory import HostLoad
-from kvferry.tiers.load_rule import CopyTimes, Decision, LoadRule, Option
+from kvferry.tiers.load_rule import Decision, LoadRule, Option
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Promise, Stack
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 peer_logger = PeerLog(logger)
+
+_SOURCES = {HOST_MEMORY: cache_hit_source("HOST"), "local_disk": cache_hit_source("DISK")}
+"""Of vLLM's sources; a pool has none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,15 +64,6 @@ class Question:
 
 
 @dataclass(slots=True, eq=False)
-class Decided:
-    """What was decided for a hit; vLLM asks for it again in each step until it has room for the request."""
-
-    first_token: int
-    boundary: int
-    decision: Decision
-
-
-@dataclass(slots=True, eq=False)
 class OffloadRequest:
     """A request. ``num_written``: tokens whose keys and values lie in its blocks after the last step that was built."""
 
@@ -73,21 +73,12 @@ class OffloadRequest:
     may_load: bool = True
     may_store: bool = True
     question: Question | None = None
-    decided: Decided | None = None
+    decided: tuple[int, int, Decision] | None = None
+    """First token and boundary of the last hit, and its decision: vLLM asks in each step until the request has room."""
     promised: int = 0
     """Tokens that were promised in this call of vLLM's ``schedule``."""
     waits_since: float | None = None
     """The first question of those in a row that had no answer."""
-
-
-def wanted_blocks(blocks: RequestBlocks, first_token: int, boundary: int) -> dict[str, Sequence[BlockKey]]:
-    """Return the keys of each group that a load of these tokens needs."""
-    return {
-        group.name: keys[begin:end]
-        for group, keys, (begin, end) in zip(
-            blocks.groups, blocks.keys, blocks.needed(first_token, boundary), strict=True
-        )
-    }
 
 
 def names_of(request: "Request", names: BlockNames, adapters: Adapters) -> BlockNames | None:
@@ -103,11 +94,6 @@ def names_of(request: "Request", names: BlockNames, adapters: Adapters) -> Block
         return None
 
 
-HOST_MEMORY = "host_memory"
-_SOURCES = {HOST_MEMORY: cache_hit_source("HOST"), "local_disk": cache_hit_source("DISK")}
-"""Of vLLM's sources; a pool has none."""
-
-
 @dataclass(slots=True, eq=False)
 class LoadJob:
     """A load that ranks copy: the keys of the blocks of whole attention, and the tokens by the tier they came from."""
@@ -116,147 +102,6 @@ class LoadJob:
     keys: tuple[BlockKey, ...]
     tokens_by_tier: Mapping[str, int]
     ordered_at: float
-
-
-class Loads:
-    """What an engine loads. ``counts`` gets counts for people; ``times`` learns how long loads take."""
-
-    def __init__(
-        self,
-        groups: Sequence[StoredGroup],
-        job_ids: Iterator[int],
-        counts: Counter[str],
-        times: CopyTimes,
-        statistics: OffloadStatistics,
-        clock: Callable[[], float],
-    ) -> None:
-        self.jobs: dict[str, LoadJob] = {}
-        """By request."""
-        self.loading: Counter[BlockKey] = Counter()
-        """Blocks of whole attention, and how many loads bring each."""
-        self._groups, self._alignment, self._whole_group = groups, alignment(groups), whole_group(groups)
-        self._job_ids, self._counts, self._times = job_ids, counts, times
-        self._statistics, self._clock = statistics, clock
-        self._orders: list[LoadOrder] = []
-
-    def take_orders(self) -> list[LoadOrder]:
-        """Return the orders since the last call, for the ranks."""
-        orders, self._orders = self._orders, []
-        return orders
-
-    def order(
-        self,
-        stack: Stack | None,
-        entry: OffloadRequest,
-        num_tokens: int,
-        block_ids: Callable[[], Sequence[Sequence[int]]],
-    ) -> None:
-        """Order a load of so many of the promised tokens into the request's blocks.
-
-        One that cannot be is ordered as refused: the request waits for a load by now, and only its failure ends that.
-        """
-        request_id = entry.request.request_id
-        try:
-            job = self._begin(stack, entry, num_tokens, block_ids())
-        except KVFerryError as error:
-            peer_logger.error("kvferry: %s cannot be loaded: %s", request_id, error, peer=request_id)
-            self._counts["refused_loads"] += 1
-            job = LoadJob(next(self._job_ids), (), {HOST_MEMORY: num_tokens}, self._clock())
-            self._orders.append(LoadOrder(request_id, job.job_id, (), is_refused=True))
-        self.jobs[request_id] = job
-        self.loading.update(job.keys)
-
-    def sources(self, request_id: str) -> "dict[CacheHitSource, int]":
-        """Return where the tokens of a load come from: host memory, or the tier that brought them there for it."""
-        sources: Counter[CacheHitSource] = Counter()
-        if request_id in self.jobs:
-            for tier, number in self.jobs[request_id].tokens_by_tier.items():
-                sources[_SOURCES.get(tier, cache_hit_source("EXTERNAL_UNSPECIFIED"))] += number
-        return dict(sources)
-
-    def finish(self, stack: Stack, request_id: str, *, has_failed: bool) -> None:
-        """End a load, of which no rank reads the slots any more."""
-        job = self.jobs.pop(request_id)
-        now = self._clock()
-        self._times.end(request_id, now, has_landed=not has_failed)
-        self._statistics.observe("load_seconds", now - job.ordered_at)
-        for key in job.keys:
-            self.loading[key] -= 1
-            if not self.loading[key]:
-                del self.loading[key]
-        stack.complete_load(request_id)
-        if has_failed:
-            self._counts["failed_loads"] += 1
-            peer_logger.error("kvferry: a rank could not load the stored blocks of %s.", request_id, peer=request_id)
-
-    def _begin(
-        self, stack: Stack | None, entry: OffloadRequest, num_tokens: int, block_ids: Sequence[Sequence[int]]
-    ) -> LoadJob:
-        """Order the load.
-
-        Raises :class:`KVFerryError` for tokens that were not promised, or for which vLLM has no block.
-        """
-        question, request_id = entry.question, entry.request.request_id
-        is_promised = question is not None and 0 < num_tokens <= entry.promised
-        if stack is None or question is None or entry.blocks is None or not is_promised:
-            message = f"vLLM loads {num_tokens} tokens; {entry.promised} were promised."
-            raise HandoffError(Reason.INVALID_REQUEST, message, UNEXPECTED)
-        tokens = question.first_token, question.first_token + num_tokens
-        if tokens[1] % self._alignment:
-            message = f"vLLM loads up to token {tokens[1]}, within a stored block of {self._alignment} tokens."
-            raise HandoffError(Reason.INVALID_REQUEST, message, UNEXPECTED)
-        chosen = wanted_blocks(entry.blocks, *tokens)
-        loads = stack.begin_load(request_id, chosen)
-        copies = tuple(
-            group.load_blocks(tokens, loads[group.name].block_ids, block_ids[group.index]) for group in self._groups
-        )
-        keys = tuple(chosen[self._whole_group.name]) if self._whole_group is not None else ()
-        now = self._clock()
-        job = LoadJob(next(self._job_ids), keys, _tokens_by_tier(entry.blocks, question, chosen, tokens), now)
-        self._orders.append(LoadOrder(request_id, job.job_id, copies))
-        self._counts["loads"] += 1
-        self._counts["loaded_tokens"] += num_tokens
-        self._times.begin(request_id, sum(one.slots.num_bytes for one in loads.values()), now)
-        self._count_hit(loads, job, question)
-        return job
-
-    def _count_hit(self, loads: Mapping[str, HostLoad], job: LoadJob, question: Question) -> None:
-        """Count a load that has been ordered."""
-        assert question.promise is not None
-        for tier, num_tokens in job.tokens_by_tier.items():
-            self._statistics.count("hit_tokens", num_tokens, tier)
-        for one in loads.values():
-            for tier, is_from in _by_tier(one.keys, question.promise.brought_by):
-                self._statistics.count("hit_bytes", one.slots[is_from].num_bytes, tier)
-        if question.promise.brought_by:
-            self._statistics.observe("ask_seconds", self._clock() - question.asked_at)
-
-
-def _tokens_by_tier(
-    blocks: RequestBlocks, question: Question, chosen: Mapping[str, Sequence[BlockKey]], tokens: tuple[int, int]
-) -> dict[str, int]:
-    """Return how many tokens of a load host memory held when the request asked, and how many each tier brought.
-
-    Groups differ: the tokens are those of the group of which the load needs the most.
-    """
-    assert question.promise is not None
-    group = max(blocks.groups, key=lambda group: len(chosen[group.name]) * group.tokens)
-    keys = chosen[group.name]
-    ends = tokens[1] - np.arange(len(keys))[::-1] * group.tokens
-    sizes = ends - np.maximum(ends - group.tokens, tokens[0])
-    sizes[0] += tokens[1] - tokens[0] - sizes.sum()  # a window's first tokens need no block
-    found = {tier: int(sizes[is_from].sum()) for tier, is_from in _by_tier(keys, question.promise.brought_by)}
-    return {tier: number for tier, number in found.items() if number}
-
-
-def _by_tier(keys: Sequence[BlockKey], brought_by: Mapping[BlockKey, str]) -> Iterator[tuple[str, Flags]]:
-    """Yield each tier and which of the blocks came from it."""
-    if not brought_by:
-        yield HOST_MEMORY, np.ones(len(keys), np.bool_)
-        return
-    tiers = np.fromiter(map(brought_by.get, keys, repeat(HOST_MEMORY)), np.object_, len(keys))
-    for tier in {HOST_MEMORY, *brought_by.values()}:
-        yield tier, tiers == tier
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -307,41 +152,42 @@ class Hit:
             before = self.first_token // group.tokens
             counts = np.bincount(where[begin - before : end - before], minlength=self.nowhere)
             num_bytes += counts[: self.nowhere] * stack.slot_bytes[group.name]
-        lower = {
-            name: number for name, number in zip(stack.promotion_times, num_bytes[1:].tolist(), strict=True) if number
-        }
-        return Option(boundary - self.first_token, int(num_bytes.sum()), lower)
+        lower = zip(stack.promotion_times, num_bytes[1:].tolist(), strict=True)
+        return Option(boundary - self.first_token, int(num_bytes.sum()), {name: size for name, size in lower if size})
 
 
-class Hits:
-    """The questions of all requests.
-
-    ``num_recomputed`` tokens at the end of a prompt are never loaded. ``leaves_one_token``: the engine can use a hit
-    only if it leaves at most one token to compute. ``caches_prefixes``: the engine has a cache of its own.
-    """
+class Loads:
+    """What requests ask of the tiers, are promised and load. ``counts`` gets counts for people."""
 
     def __init__(
         self,
+        vllm_config: "VllmConfig",
         groups: Sequence[StoredGroup],
         settings: OffloadSettings,
-        loads: Loads,
         rule: LoadRule,
         statistics: OffloadStatistics,
-        events: BlockEvents | None,
-        *,
-        num_recomputed: int,
-        leaves_one_token: bool,
-        caches_prefixes: bool,
         clock: Callable[[], float],
+        job_ids: Iterator[int],
+        counts: Counter[str],
+        events: BlockEvents | None,
     ) -> None:
         self.promised: dict[str, OffloadRequest] = {}
         """Requests that were promised something in this call of vLLM's ``schedule``."""
-        self._groups, self._settings, self._loads = groups, settings, loads
-        self._alignment, self._whole_group = alignment(groups), whole_group(groups)
-        self._rule, self._statistics, self._events = rule, statistics, events
-        self._num_recomputed, self._leaves_one_token = num_recomputed, leaves_one_token
-        self._caches_prefixes, self._clock = caches_prefixes, clock
+        self.jobs: dict[str, LoadJob] = {}
+        """By request."""
+        self.loading: Counter[BlockKey] = Counter()
+        """Blocks of whole attention, and how many loads bring each."""
+        self._groups, self._alignment, self._whole_group = groups, alignment(groups), whole_group(groups)
+        self._settings, self._rule, self._job_ids = settings, rule, job_ids
+        self._counts, self._statistics, self._events, self._clock = counts, statistics, events, clock
+        shapes = [group.shape for group in groups]
+        self._num_recomputed = num_recomputed(shapes)
+        # Without chunked prefill a kernel of MLA on a CPU computes a prompt whole, or one token.
+        is_whole = any(shape.kind is CacheKind.MLA for shape in shapes)
+        self._leaves_one_token = is_whole and not vllm_config.scheduler_config.enable_chunked_prefill
+        self._caches_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._pool: BlockPool | None = None
+        self._orders: list[LoadOrder] = []
 
     def bind(self, pool: "BlockPool") -> None:
         """Know the engine's own cache."""
@@ -350,15 +196,10 @@ class Hits:
     def may_load(self, entry: OffloadRequest) -> bool:
         """Return whether the request may be promised anything: not while it loads, and never after a failed load."""
         request = entry.request
-        params = request.kv_transfer_params or {}
         # A prefill engine has the prompt: another connector loads it, and None would stall that load.
-        is_elsewhere = bool(params.get("do_remote_prefill"))
-        return (
-            entry.may_load
-            and not is_elsewhere
-            and not request.skip_reading_prefix_cache
-            and request.request_id not in self._loads.jobs
-        )
+        is_elsewhere = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
+        is_kept_out = is_elsewhere or request.skip_reading_prefix_cache or request.request_id in self.jobs
+        return entry.may_load and not is_kept_out
 
     def prefetch(self, stack: Stack, entry: OffloadRequest, blocks: RequestBlocks) -> None:
         """Let lower tiers begin to bring what a request will need that waits in vLLM's queue."""
@@ -386,6 +227,56 @@ class Hits:
         entry.question, entry.promised = None, 0
         self.promised.pop(entry.request.request_id, None)
 
+    def take_orders(self) -> list[LoadOrder]:
+        """Return the orders since the last call, for the ranks."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def order(
+        self,
+        stack: Stack | None,
+        entry: OffloadRequest,
+        num_tokens: int,
+        block_ids: Callable[[], Sequence[Sequence[int]]],
+    ) -> None:
+        """Order a load of so many of the promised tokens into the request's blocks.
+
+        One that cannot be is ordered as refused: the request waits for a load by now, and only its failure ends that.
+        """
+        request_id = entry.request.request_id
+        try:
+            job = self._begin(stack, entry, num_tokens, block_ids())
+        except KVFerryError as error:
+            peer_logger.error("kvferry: %s cannot be loaded: %s", request_id, error, peer=request_id)
+            self._counts["refused_loads"] += 1
+            job = LoadJob(next(self._job_ids), (), {HOST_MEMORY: num_tokens}, self._clock())
+            self._orders.append(LoadOrder(request_id, job.job_id, (), is_refused=True))
+        self.jobs[request_id] = job
+        self.loading.update(job.keys)
+
+    def sources(self, request_id: str) -> "dict[CacheHitSource, int]":
+        """Return where the tokens of a load come from: host memory, or the tier that brought them there for it."""
+        sources: Counter[CacheHitSource] = Counter()
+        if request_id in self.jobs:
+            for tier, number in self.jobs[request_id].tokens_by_tier.items():
+                sources[_SOURCES.get(tier, cache_hit_source("EXTERNAL_UNSPECIFIED"))] += number
+        return dict(sources)
+
+    def finish(self, stack: Stack, request_id: str, *, has_failed: bool) -> None:
+        """End a load, of which no rank reads the slots any more."""
+        job = self.jobs.pop(request_id)
+        now = self._clock()
+        self._rule.loads.end(request_id, now, has_landed=not has_failed)
+        self._statistics.observe("load_seconds", now - job.ordered_at)
+        for key in job.keys:
+            self.loading[key] -= 1
+            if not self.loading[key]:
+                del self.loading[key]
+        stack.complete_load(request_id)
+        if has_failed:
+            self._counts["failed_loads"] += 1
+            peer_logger.error("kvferry: a rank could not load the stored blocks of %s.", request_id, peer=request_id)
+
     def _num_cached_tokens(self, request: "Request") -> int:
         """Return how many tokens the engine has itself, as far as its block pool says now."""
         group, pool = self._whole_group, self._pool
@@ -406,11 +297,8 @@ class Hits:
         question = entry.question
         if entry.waits_since is None:
             entry.waits_since = self._clock()
-        if (
-            question is None
-            or question.first_token != first_token
-            or question.wanted != wanted_blocks(blocks, first_token, question.boundary)
-        ):
+        is_same = question is not None and question.first_token == first_token
+        if question is None or not is_same or question.wanted != blocks.wanted(first_token, question.boundary):
             self.drop(stack, entry)
             if self._is_being_loaded(blocks, first_token) and self._wait_seconds(entry):
                 return None
@@ -429,7 +317,7 @@ class Hits:
         if group is None or not self._caches_prefixes:
             return False
         place = first_token // group.tokens
-        return any(key in self._loads.loading for key in blocks.keys[group.index][place : place + 1])
+        return any(key in self.loading for key in blocks.keys[group.index][place : place + 1])
 
     def _question(self, stack: Stack, entry: OffloadRequest, blocks: RequestBlocks, first_token: int) -> Question:
         """Return which blocks are worth asking for, those that a lower tier or a store is bringing included."""
@@ -444,7 +332,7 @@ class Hits:
             boundary = first_token + decision.num_tokens
             if decision.saved_seconds is not None:
                 wait_seconds = min(wait_seconds, decision.saved_seconds)
-        wanted = wanted_blocks(blocks, first_token, boundary)
+        wanted = blocks.wanted(first_token, boundary)
         if self._events is not None and hit.is_below():
             for group, (begin, end) in zip(self._groups, blocks.needed(first_token, boundary), strict=True):
                 self._events.learn(entry.request, group, range(begin, end), wanted[group.name])
@@ -457,8 +345,8 @@ class Hits:
 
     def _decide(self, stack: Stack, entry: OffloadRequest, hit: Hit) -> Decision:
         """Return what is decided for a hit, once."""
-        last = entry.decided
-        if last is None or (last.first_token, last.boundary) != (hit.first_token, hit.boundary):
+        tokens = hit.first_token, hit.boundary
+        if entry.decided is None or entry.decided[:2] != tokens:
             num_tokens = entry.request.num_tokens - hit.first_token
             options = hit.options(stack, is_whole=self._leaves_one_token)
             decision = self._rule.decide(num_tokens, options, stack.promotion_times)
@@ -467,9 +355,78 @@ class Hits:
                 entry.request.request_id, num_tokens, decision.choice, decision.num_tokens, decision.because,
                 _milliseconds(decision.seconds), _milliseconds(decision.compute_seconds),
             )  # fmt: skip
-            self._statistics.record_decision(decision)
-            last = entry.decided = Decided(hit.first_token, hit.boundary, decision)
-        return last.decision
+            self._statistics.count("decisions", 1, decision.choice.value, decision.because.value)
+            entry.decided = *tokens, decision
+        return entry.decided[2]
+
+    def _begin(
+        self, stack: Stack | None, entry: OffloadRequest, num_tokens: int, block_ids: Sequence[Sequence[int]]
+    ) -> LoadJob:
+        """Order the load.
+
+        Raises :class:`KVFerryError` for tokens that were not promised, or for which vLLM has no block.
+        """
+        question, request_id = entry.question, entry.request.request_id
+        is_promised = question is not None and 0 < num_tokens <= entry.promised
+        if stack is None or question is None or entry.blocks is None or not is_promised:
+            message = f"vLLM loads {num_tokens} tokens; {entry.promised} were promised."
+            raise HandoffError(Reason.INVALID_REQUEST, message, UNEXPECTED)
+        tokens = question.first_token, question.first_token + num_tokens
+        if tokens[1] % self._alignment:
+            message = f"vLLM loads up to token {tokens[1]}, within a stored block of {self._alignment} tokens."
+            raise HandoffError(Reason.INVALID_REQUEST, message, UNEXPECTED)
+        chosen = entry.blocks.wanted(*tokens)
+        loads = stack.begin_load(request_id, chosen)
+        copies = tuple(
+            group.load_blocks(tokens, loads[group.name].block_ids, block_ids[group.index]) for group in self._groups
+        )
+        keys = tuple(chosen[self._whole_group.name]) if self._whole_group is not None else ()
+        now = self._clock()
+        job = LoadJob(next(self._job_ids), keys, _tokens_by_tier(entry.blocks, question, chosen, tokens), now)
+        self._orders.append(LoadOrder(request_id, job.job_id, copies))
+        self._counts["loads"] += 1
+        self._counts["loaded_tokens"] += num_tokens
+        self._rule.loads.begin(request_id, sum(one.slots.num_bytes for one in loads.values()), now)
+        self._count_hit(loads, job, question)
+        return job
+
+    def _count_hit(self, loads: Mapping[str, HostLoad], job: LoadJob, question: Question) -> None:
+        """Count a load that has been ordered."""
+        assert question.promise is not None
+        for tier, num_tokens in job.tokens_by_tier.items():
+            self._statistics.count("hit_tokens", num_tokens, tier)
+        for one in loads.values():
+            for tier, is_from in _by_tier(one.keys, question.promise.brought_by):
+                self._statistics.count("hit_bytes", one.slots[is_from].num_bytes, tier)
+        if question.promise.brought_by:
+            self._statistics.observe("ask_seconds", self._clock() - question.asked_at)
+
+
+def _tokens_by_tier(
+    blocks: RequestBlocks, question: Question, chosen: Mapping[str, Sequence[BlockKey]], tokens: tuple[int, int]
+) -> dict[str, int]:
+    """Return how many tokens of a load host memory held when the request asked, and how many each tier brought.
+
+    Groups differ: the tokens are those of the group of which the load needs the most.
+    """
+    assert question.promise is not None
+    group = max(blocks.groups, key=lambda group: len(chosen[group.name]) * group.tokens)
+    keys = chosen[group.name]
+    ends = tokens[1] - np.arange(len(keys))[::-1] * group.tokens
+    sizes = ends - np.maximum(ends - group.tokens, tokens[0])
+    sizes[0] += tokens[1] - tokens[0] - sizes.sum()  # a window's first tokens need no block
+    found = {tier: int(sizes[is_from].sum()) for tier, is_from in _by_tier(keys, question.promise.brought_by)}
+    return {tier: number for tier, number in found.items() if number}
+
+
+def _by_tier(keys: Sequence[BlockKey], brought_by: Mapping[BlockKey, str]) -> Iterator[tuple[str, Flags]]:
+    """Yield each tier and which of the blocks came from it."""
+    if not brought_by:
+        yield HOST_MEMORY, np.ones(len(keys), np.bool_)
+        return
+    tiers = np.fromiter(map(brought_by.get, keys, repeat(HOST_MEMORY)), np.object_, len(keys))
+    for tier in {HOST_MEMORY, *brought_by.values()}:
+        yield tier, tiers == tier
 
 
 def _milliseconds(seconds: float | None) -> str:
