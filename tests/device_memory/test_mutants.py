@@ -27,9 +27,9 @@ import kvferry
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region
 from kvferry.plan.digest_cells import Integrity
-from kvferry.transport import regions
+from kvferry.transport import protocol
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.regions import RegionTable
+from kvferry.transport.protocol import RegionTable
 from kvferry.transport.sliced import SlicedTransport
 
 from ..local import test_write_integrity
@@ -83,7 +83,7 @@ TOUCHES = {
     "tiers.slab_trial": ("SlabTrial.run", "offload"),
     "transport.end_points": ("pack_regions", "load"),
     "transport.nixl": ("NixlTransport._descriptor_list", "load"),
-    "transport.regions": ("RegionTable.outside", "load"),
+    "transport.protocol": ("RegionTable.outside", "load"),
     "transport.registered_memory": ("_check_inside", "load"),
     "transport.registry": ("TransportSet.register", "worker"),
     "transport.sliced": ("SlicedTransport._queue", "load"),
@@ -175,7 +175,10 @@ JOINS: dict[str, tuple[str, Callable[[Patch], object]]] = {
         "kinds",
         lambda patch: patch.setattr(RegionTable, "of_device", lambda self, _: list(self.regions)),
     ),
-    "two allocations as one": ("allocations", lambda patch: patch.setattr(regions, "_reach", lambda _: 1 << 63)),
+    "two allocations as one": (
+        "allocations",
+        lambda patch: patch.setattr(protocol, "_merges_before", lambda _: 1 << 63),
+    ),
 }
 
 

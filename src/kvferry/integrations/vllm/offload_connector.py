@@ -60,6 +60,11 @@ report_version()
 class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps KV blocks of one engine in host memory and further tiers; all work is in the two roles."""
 
+    _scheduler: OffloadScheduler
+    _worker: OffloadWorker
+    _side: OffloadScheduler | OffloadWorker
+    """Whichever of the two this process has."""
+
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = parse_offload_settings(self._kv_transfer_config.kv_connector_extra_config)
@@ -67,26 +72,14 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         check_supported(vllm_config, kv_cache_config)
         layout = resolved_layout(vllm_config)
         check_layout(vllm_config, layout, settings)
-        self._scheduler_role: OffloadScheduler | None = None
-        self._worker_role: OffloadWorker | None = None
         self._ranks: RankMonitor | None = None
         self._idle_steps = IdleSteps()
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler_role = OffloadScheduler(vllm_config, kv_cache_config, settings)
+            self._side = self._scheduler = OffloadScheduler(vllm_config, kv_cache_config, settings)
             self._ranks = RankMonitor.of_this_process()
             logger.info("kvferry offload: %s; cache layout %s", _in_words(settings), layout)
         else:
-            self._worker_role = OffloadWorker(vllm_config, kv_cache_config, settings)
-
-    @property
-    def _scheduler(self) -> OffloadScheduler:
-        assert self._scheduler_role is not None
-        return self._scheduler_role
-
-    @property
-    def _worker(self) -> OffloadWorker:
-        assert self._worker_role is not None
-        return self._worker_role
+            self._side = self._worker = OffloadWorker(vllm_config, kv_cache_config, settings)
 
     @property
     def _orders(self) -> OffloadStep:
@@ -159,7 +152,7 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler_role is not None and self._scheduler_role.has_pending_work()
+        return self.role is KVConnectorRole.SCHEDULER and self._scheduler.has_pending_work()
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.has_pending_block_frees()
@@ -213,14 +206,12 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
         # In the scheduler it is the end of a step.
-        return (self._worker_role or self._scheduler).take_statistics()
+        return self._side.take_statistics()
 
     def shutdown(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
-        for role in (self._scheduler_role, self._worker_role):
-            if role is not None:
-                role.shutdown()
+        self._side.shutdown()
 
 
 def _in_words(settings: OffloadSettings) -> str:

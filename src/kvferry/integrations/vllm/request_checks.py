@@ -24,13 +24,6 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.handoff.wire.bootstrap import parse_address
 from kvferry.handoff.wire.trust import Trust
 from kvferry.integrations.vllm.connector_configs import may_be_for_another, own_settings
-from kvferry.integrations.vllm.scheduler.params import (
-    check_prompt,
-    check_signature,
-    names_transfer,
-    parse_params,
-    parse_transfer_params,
-)
 from kvferry.integrations.vllm.settings import parse_settings, trust_of
 from kvferry.integrations.vllm.versions import replace_once, streams_name_holds
 from kvferry.peer_log import PeerLog
@@ -91,6 +84,8 @@ def check_own_prompt(config: Any, params: Any, request: Any) -> None:
     # vLLM remembers images that it has given to the engine: to refuse such a prompt here would mislead it.
     if not params.get("do_remote_prefill") or request.mm_features or _is_for_another(config, params):
         return
+    from kvferry.integrations.vllm.scheduler.params import check_prompt, names_transfer, parse_params
+
     if names_transfer(params, request.request_id):
         return
     parsed = parse_params(params, request.request_id)
@@ -111,6 +106,13 @@ def _is_for_another(config: Any, params: Mapping[str, Any]) -> bool:
 
 def _check_source(trust: Trust | None, params: Mapping[str, Any], request_id: str) -> None:
     """Refuse parameters that name no prefill engine, or one that is not trusted. Raises as :func:`check_params`."""
+    from kvferry.integrations.vllm.scheduler.params import (
+        check_signature,
+        names_transfer,
+        parse_params,
+        parse_transfer_params,
+    )
+
     if names_transfer(params, request_id):
         # No key signs what a router says of a transfer.
         host, _ = parse_address(parse_transfer_params(params, request_id).remote_bootstrap_addr)
