@@ -181,14 +181,10 @@ def hear_of_loads() -> None:
 
     def telling(add_lora: Any) -> Any:
         def add_lora_and_tell(core: "EngineCore", lora_request: "LoRARequest") -> bool:
-            path, adapter_id, is_read_again = (
-                lora_request.lora_path,
-                lora_request.lora_int_id,
-                lora_request.load_inplace,
-            )
+            path, adapter_id = lora_request.lora_path, lora_request.lora_int_id
             with ExitStack() as readers:
                 for adapters in list(_all_adapters):
-                    readers.enter_context(adapters.reading(path, adapter_id, is_read_again=is_read_again))
+                    readers.enter_context(adapters.reading(path, adapter_id, is_read_again=lora_request.load_inplace))
                 return bool(add_lora(core, lora_request))
 
         return add_lora_and_tell

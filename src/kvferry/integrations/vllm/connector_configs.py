@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Name, as_peers_read
 from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.trust import LAST_PORT
 from kvferry.integrations.vllm.offload_settings import parse_offload_settings
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id, encode_zmq_address
-from kvferry.integrations.vllm.settings import Settings, parse_settings
+from kvferry.integrations.vllm.settings import Settings, invalid_setting, parse_settings
 from kvferry.integrations.vllm.step import EPOCH_BITS
 
 if TYPE_CHECKING:
@@ -91,8 +90,7 @@ def check_engine_id(engine_id: str, settings: Settings) -> None:
         # Longer than the id with a rank's number, which is the name of the rank.
         as_peers_read(in_epoch, Name)
     except ValueError as error:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
+        raise invalid_setting(
             f"other engines refuse engine_id {engine_id[:40]!r}, of {len(engine_id)} characters: an id has one "
             f"character or more, at most {MAX_IDENTIFIER_LENGTH} with the epoch that follows it, and no control "
             "character.",
@@ -101,8 +99,7 @@ def check_engine_id(engine_id: str, settings: Settings) -> None:
     address = encode_zmq_address(settings.reachable_host, LAST_PORT, LAST_PORT, in_epoch)
     found = decode_request_id(f"___prefill_addr_{address}___decode_addr_")
     if settings.router_address and (found is None or found[1] != in_epoch):
-        raise SettingsError(
-            Reason.INVALID_SETTING,
+        raise invalid_setting(
             f"engine_id {engine_id!r} could not be read out of the ids of requests, into which the router writes it.",
             "Set \"engine_id\" in --kv-transfer-config to a name of letters, digits, '-' and '.', or leave it out.",
         )

@@ -10,25 +10,19 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.errors import KVFerryError, Reason
 from kvferry.handoff.messages import Drain, Draining
 from kvferry.handoff.wire.client import ask
-from kvferry.handoff.wire.trust import Trust
 from kvferry.integrations.vllm.connector_configs import CONNECTOR, own_settings
-from kvferry.integrations.vllm.settings import Settings, control_port, parse_settings, trust_of
+from kvferry.integrations.vllm.failed_loads import App, Message, Receive, Send
+from kvferry.integrations.vllm.settings import control_port, invalid_setting, parse_settings, trust_of
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-Message = MutableMapping[str, Any]
-Send = Callable[[Message], Awaitable[None]]
-Receive = Callable[[], Awaitable[Message]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 logger = PeerLog(logging.getLogger(__name__))
 
@@ -37,6 +31,8 @@ ASK_SECONDS = 4.0
 """vllm-router waits 5 s for an answer."""
 KNOWN_SECONDS = 0.5
 """How long an answer serves further questions: any client may ask, and as often as it likes."""
+_trust_of = functools.lru_cache(maxsize=1)(trust_of)
+"""The keys are read once, as the engine does: a key that is replaced is for the engine's next start."""
 
 
 class Readiness:
@@ -84,10 +80,14 @@ def any_drains(vllm_config: "VllmConfig") -> bool:
     Raises :class:`KVFerryError`: invalid-setting without kvferry's connector or without a fixed port, as
     :func:`~kvferry.handoff.wire.client.ask` where a scheduler does not answer.
     """
-    settings = parse_settings(connector_settings(vllm_config))
+    if (given := own_settings(vllm_config.kv_transfer_config)) is None:
+        raise invalid_setting(
+            f"{PATH} is answered for an engine with {CONNECTOR}, which this engine has not.",
+            f'Set "kv_connector" to "{CONNECTOR}", or leave the middleware out.',
+        )
+    settings = parse_settings(given)
     if settings.port == 0:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
+        raise invalid_setting(
             f"{PATH} asks the engine at its setting port, which is 0: the engine takes a free one.",
             'Set "port" to a port of this host.',
         )
@@ -99,21 +99,3 @@ def any_drains(vllm_config: "VllmConfig") -> bool:
         if not isinstance(found, Draining) or found.is_draining:
             return True
     return False
-
-
-@functools.lru_cache(maxsize=1)
-def _trust_of(settings: Settings) -> Trust:
-    """Read the keys once, as the engine does: a key that is replaced is for the engine's next start."""
-    return trust_of(settings)
-
-
-def connector_settings(vllm_config: "VllmConfig") -> dict[str, Any]:
-    """Return the settings of kvferry's connector, which may be one of several. Raises :class:`SettingsError`."""
-    settings = own_settings(vllm_config.kv_transfer_config)
-    if settings is not None:
-        return dict(settings)
-    raise SettingsError(
-        Reason.INVALID_SETTING,
-        f"{PATH} is answered for an engine with {CONNECTOR}, which this engine has not.",
-        f'Set "kv_connector" to "{CONNECTOR}", or leave the middleware out.',
-    )

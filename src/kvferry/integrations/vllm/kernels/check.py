@@ -172,7 +172,8 @@ def steps_of(block_size: int) -> tuple[Step, ...]:
 
 
 def _record(kernel: Kernel, views: Sequence[torch.Tensor], steps: Sequence[Step]) -> Recording:
-    recording = Recording([_random_like(layer, view) for layer, view in enumerate(views)], [], [])
+    # Random numbers: zeros would hide bytes that were not written.
+    recording = Recording([random_tensor(layer, view.shape, view) for layer, view in enumerate(views)], [], [])
     _fill(views, recording.filler)
     for step in steps:
         recording.written.append([view.clone() for view in _write(kernel, views, step)])
@@ -243,11 +244,6 @@ def _attend(kernel: Kernel, views: Sequence[torch.Tensor], step: Step) -> list[t
 def _fill(views: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
     for view, content in zip(views, contents, strict=True):
         view.copy_(content)
-
-
-def _random_like(layer: int, view: torch.Tensor) -> torch.Tensor:
-    """Return random numbers for a cache: zeros would hide bytes that were not written."""
-    return random_tensor(layer, view.shape, view)
 
 
 def random_tensor(seed: int, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:

@@ -39,15 +39,37 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class AttentionKernel:
+class _EngineKernel:
+    """Layers of an engine with one back end; ``like`` is a tensor of the activations' type, on their device."""
+
+    def __init__(self, layers: Sequence[Any], builder: Any, like: torch.Tensor) -> None:
+        self._layers, self._builder, self._like = layers, builder, like
+        self._made: dict[tuple[object, ...], tuple[torch.Tensor, ...]] = {}
+
+    def _inputs(self, layer: int, step: Step, *shapes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        """Return inputs of these shapes for each token, equal for all layouts and different for layers and steps.
+
+        They are kept for reuse: random numbers cost more than the kernels.
+        """
+        key = (layer, step, shapes)
+        if key not in self._made:
+            seed = (layer + 1) * 1_000_000 + step.first * 10
+            self._made[key] = tuple(
+                random_tensor(seed + argument, (step.num_tokens, *shape), self._like)
+                for argument, shape in enumerate(shapes)
+            )
+        return self._made[key]
+
+    def _metadata(self, step: Step, device: torch.device) -> Any:
+        return self._builder.build(0, common_metadata(step, device))
+
+
+class AttentionKernel(_EngineKernel):
     """The cache write and the attention of an engine's ``Attention`` layers."""
 
     def __init__(self, layers: Sequence[Any], builder: Any, like: torch.Tensor) -> None:
-        self._layers = layers
-        self._builder = builder
-        self._like = like  # a tensor of the activations' type, on their device
+        super().__init__(layers, builder, like)
         self._write_is_part_of_attention = layers[0].get_attn_backend().forward_includes_kv_cache_update
-        self._made: dict[tuple[int, Step], tuple[torch.Tensor, ...]] = {}
         self._last_cache: dict[int, tuple[object, ...]] = {}
 
     def write(self, layer: int, cache: torch.Tensor, step: Step) -> None:
@@ -56,17 +78,15 @@ class AttentionKernel:
             self.attend(layer, cache, step)
             return
         module = self._layers[layer]
-        _, key, value = self._inputs(layer, step)
-        slots = torch.tensor(step.slots(), dtype=torch.int64, device=cache.device)
-        module.impl.do_kv_cache_update(module, key, value, cache, slots)
+        _, key, value = self._tokens(layer, step)
+        module.impl.do_kv_cache_update(module, key, value, cache, _slot_mapping(step, cache.device))
 
     def attend(self, layer: int, cache: torch.Tensor, step: Step) -> torch.Tensor:
         self._renew_scales(layer, cache)
         module = self._layers[layer]
-        query, key, value = self._inputs(layer, step)
+        query, key, value = self._tokens(layer, step)
         output = query.new_zeros(step.num_tokens, module.num_heads, module.head_size_v)
-        metadata = self._builder.build(0, common_metadata(step, cache.device))
-        module.impl.forward(module, query, key, value, cache, metadata, output)
+        module.impl.forward(module, query, key, value, cache, self._metadata(step, cache.device), output)
         return output
 
     def _renew_scales(self, layer: int, cache: torch.Tensor) -> None:
@@ -75,44 +95,27 @@ class AttentionKernel:
             self._last_cache[layer] = identity
             forget_scales(self._layers[layer])
 
-    def _inputs(self, layer: int, step: Step) -> tuple[torch.Tensor, ...]:
-        """Return query, key and value, kept for reuse: random numbers cost more than the kernels."""
-        module = self._layers[layer]
-        shapes = (
-            (step.num_tokens, module.num_heads, module.head_size),
-            (step.num_tokens, module.num_kv_heads, module.head_size),
-            (step.num_tokens, module.num_kv_heads, module.head_size_v),
-        )
-        if (layer, step) not in self._made:
-            self._made[layer, step] = _inputs_of(layer, step, shapes, self._like)
-        return self._made[layer, step]
+    def _tokens(self, layer: int, step: Step) -> tuple[torch.Tensor, ...]:
+        """Return query, key and value."""
+        each = self._layers[layer]
+        key, value = (each.num_kv_heads, each.head_size), (each.num_kv_heads, each.head_size_v)
+        return self._inputs(layer, step, (each.num_heads, each.head_size), key, value)
 
 
-class MLAKernel:
+class MLAKernel(_EngineKernel):
     """The cache write and the decode of an engine's ``MLAAttention`` layers; prompts are attended without the cache."""
 
-    def __init__(self, layers: Sequence[Any], builder: Any, like: torch.Tensor) -> None:
-        self._layers = layers
-        self._builder = builder
-        self._like = like
-
     def write(self, layer: int, cache: torch.Tensor, step: Step) -> None:
-        module = self._layers[layer]
-        shapes = ((step.num_tokens, module.kv_lora_rank), (step.num_tokens, 1, module.qk_rope_head_dim))
-        content, key = _inputs_of(layer, step, shapes, self._like)
-        slots = torch.tensor(step.slots(), dtype=torch.int64, device=cache.device)
+        module, slots = self._layers[layer], _slot_mapping(step, cache.device)
+        content, key = self._inputs(layer, step, (module.kv_lora_rank,), (1, module.qk_rope_head_dim))
         module.impl.do_kv_cache_update(content, key, cache.squeeze(1), slots, module.kv_cache_dtype, module._k_scale)
 
     def attend(self, layer: int, cache: torch.Tensor, step: Step) -> torch.Tensor | None:
         if step.num_tokens > 1:
             return None
         module = self._layers[layer]
-        shapes = (
-            (step.num_tokens, module.num_heads, module.kv_lora_rank),
-            (step.num_tokens, module.num_heads, module.qk_rope_head_dim),
-        )
-        query = _inputs_of(layer, step, shapes, self._like)
-        metadata = self._builder.build(0, common_metadata(step, cache.device))
+        shapes = (module.num_heads, module.kv_lora_rank), (module.num_heads, module.qk_rope_head_dim)
+        query, metadata = self._inputs(layer, step, *shapes), self._metadata(step, cache.device)
         answer: torch.Tensor = module.impl.forward_mqa(query, cache.squeeze(1), metadata, module)[0]
         return answer
 
@@ -264,10 +267,8 @@ def _is_checkable(spec: Any, cache: torch.Tensor) -> bool:
     return isinstance(spec, AttentionSpec) and spec.tokens_per_state == 1 and cache.dim() == 4
 
 
-def _inputs_of(layer: int, step: Step, shapes: Sequence[Sequence[int]], like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return a step's inputs, equal for all layouts and different for every layer, step and argument."""
-    seed = (layer + 1) * 1_000_000 + step.first * 10
-    return tuple(random_tensor(seed + argument, shape, like) for argument, shape in enumerate(shapes))
+def _slot_mapping(step: Step, device: torch.device) -> torch.Tensor:
+    return torch.tensor(step.slots(), dtype=torch.int64, device=device)
 
 
 def common_metadata(step: Step, device: torch.device) -> Any:
@@ -286,7 +287,7 @@ def common_metadata(step: Step, device: torch.device) -> Any:
         max_query_len=step.num_tokens,
         max_seq_len=step.end,
         block_table_tensor=torch.tensor([BLOCK_IDS], dtype=torch.int32, device=device),
-        slot_mapping=torch.tensor(step.slots(), dtype=torch.int64, device=device),
+        slot_mapping=_slot_mapping(step, device),
         positions=torch.arange(step.first, step.end, device=device),
         is_prefilling=torch.tensor([step.first == 0]),
     )
@@ -294,8 +295,6 @@ def common_metadata(step: Step, device: torch.device) -> Any:
 
 LAYER_NAMES = tuple(f"model.layers.{index}.self_attn.attn" for index in range(3))
 HEAD_SIZES = (64, 128)
-BLOCK_SIZES_ON_CPU, BLOCK_SIZES_ON_GPU = (64, 128), (16, 64)
-DTYPES_ON_CPU, DTYPES_ON_GPU = ("float32", "bfloat16"), ("bfloat16",)
 NUM_HEADS, NUM_KV_HEADS = 4, 2
 MLA_SIZES = MappingProxyType(
     {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
@@ -318,13 +317,13 @@ def check_samples(model: str | None = None) -> Iterator[Verdict]:
     from vllm.platforms import current_platform
 
     on_cpu = current_platform.is_cpu()
-    dtypes = DTYPES_ON_CPU if on_cpu else DTYPES_ON_GPU
+    block_sizes, dtypes = ((64, 128), ("float32", "bfloat16")) if on_cpu else ((16, 64), ("bfloat16",))
     for dtype in dtypes:
-        for head_size, block_size in product(HEAD_SIZES, BLOCK_SIZES_ON_CPU if on_cpu else BLOCK_SIZES_ON_GPU):
+        for head_size, block_size in product(HEAD_SIZES, block_sizes):
             yield from check_attention(dtype, head_size, block_size)
         yield from check_mla(dtype)
     if model is not None:
-        yield from check_model(model)
+        yield from _check(_engine_config(model))
 
 
 def check_attention(dtype: str, head_size: int, block_size: int) -> Iterator[Verdict]:
@@ -343,11 +342,6 @@ def check_mla(dtype: str) -> Iterator[Verdict]:
     backend = {"attention_backend": "CPU_MLA"} if dtype == "float32" else {}
     with _small_model("DeepseekV2ForCausalLM", "deepseek_v2", recipe) as path:
         yield from _check(_engine_config(path, dtype=dtype, **backend))
-
-
-def check_model(model: str) -> Iterator[Verdict]:
-    """Yield verdicts on the attention of a model, with the sizes, element type and block size of an engine for it."""
-    yield from _check(_engine_config(model))
 
 
 def main() -> None:
