@@ -40,7 +40,6 @@ from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.wire.trust import make_keys
 from kvferry.harness.child_process import LaunchError
 from kvferry.harness.launch import (
-    HOST,
     READY_SECONDS,
     EngineSettings,
     Role,
@@ -48,7 +47,6 @@ from kvferry.harness.launch import (
     cache_block_size,
     cache_usage,
     free_port,
-    gpu_memory_arguments,
     prompt_tokens,
     spread_over_cores,
     start_engine,
@@ -63,13 +61,11 @@ from kvferry.models.families import model_caches, uniform_cache
 from kvferry.models.layer_caches import AttentionCache
 from kvferry.transport.registry import check_setting
 
-CONNECTOR = "KVFerryConnector"
 SEQUENTIAL, CONCURRENT, OFFLOAD = "sequential", "concurrent", "offload"
 MODES = (SEQUENTIAL, CONCURRENT, OFFLOAD)
 TRANSFER_LOG = "transfers.jsonl"
-MAX_MODEL_LEN = 4096
 DTYPE = "float32"  # as the engines are started
-LONG_LIMITS = {"lease_seconds": 180.0}
+LONG_LEASE = 180.0
 """With five computing processes on two cores, a process can get no core for half a minute."""
 CACHE_BYTES = 768 << 20
 """Bytes of one engine's cache, over all ranks."""
@@ -110,30 +106,27 @@ class DemoSettings:
             NamedLayout.parse(self.layout)
         if self.transport != "auto":
             check_setting(self.transport)
-        own_host = {"transport": self.transport != "auto", "hosts": self.num_hosts > 1}
-        for option in (option for option, is_given in own_host.items() if is_given and self.mode == OFFLOAD):
-            what = f"--{option}: an engine that offloads moves caches to memory of its own host."
-            raise SettingsError(Reason.INVALID_SETTING, what, f"Leave out --{option}.")
+        if self.mode == OFFLOAD and (self.transport != "auto" or self.num_hosts > 1):
+            option, named = (
+                ("--hosts",) * 2 if self.transport == "auto" else ("--transport", f"transport {self.transport!r}")
+            )
+            what = f"{named}: an engine that offloads moves caches to memory of its own host."
+            raise SettingsError(Reason.INVALID_SETTING, what, f"Leave out {option}.")
 
     def engine(self, role: Role, tp_size: int, model: Path, folder: Path, **more: Any) -> EngineSettings:
         """Return the settings of the engine with ``role``; ``more`` are settings of its connector."""
-        settings: dict[str, Any] = {"transport": self.transport, **LONG_LIMITS}
-        if self.layout is not None:
-            settings["layout"] = self.layout
-        if role == "kv_consumer":
-            settings["transfer_log"] = str(folder / TRANSFER_LOG)
-        settings |= more
+        settings: dict[str, Any] = {"transport": self.transport, "lease_seconds": LONG_LEASE}
+        settings |= {"layout": self.layout} if self.layout is not None else {}
+        settings |= {"transfer_log": str(folder / TRANSFER_LOG)} if role == "kv_consumer" else {}
         return EngineSettings(
             model,
             role=role,
             tensor_parallel_size=tp_size,
-            connector=CONNECTOR,
-            connector_settings=settings,
-            max_model_len=MAX_MODEL_LEN,
+            connector_settings=settings | more,
             block_size=self.block_size,
             kv_cache_bytes=CACHE_BYTES // tp_size,
             cores=spread_over_cores(tp_size, from_last=role == "kv_consumer"),
-            arguments=gpu_memory_arguments(self.gpu_memory),
+            gpu_memory=self.gpu_memory,
         )
 
 
@@ -142,12 +135,7 @@ class DemoPlaces:
     """The engines' virtual hosts by engine, and the keys made for them; without hosts all run on loopback."""
 
     hosts: dict[str, VirtualHost] = field(default_factory=dict)
-    router_address: str = HOST
     keys: Path | None = None
-
-    def address(self, engine: str) -> str:
-        """Return the address at which an engine's API server listens."""
-        return self.hosts[engine].ipv4 if engine in self.hosts else HOST
 
     def connector_settings(self, engine: str) -> dict[str, Any]:
         """Return the settings with which an engine's connector reaches the other engine's host and is reached there."""
@@ -169,7 +157,7 @@ def demo_places(num_hosts: int, folder: Path) -> Iterator[DemoPlaces]:
         return
     keys = make_keys(folder / "keys").folder
     with virtual_hosts(("prefill-0", "decode-0", "router-0"), folder) as (prefill, decode, router), router.entered():
-        yield DemoPlaces({"prefill": prefill, "decode": decode}, router.ipv4, keys)
+        yield DemoPlaces({"prefill": prefill, "decode": decode}, keys)
 
 
 @dataclass(frozen=True, slots=True)

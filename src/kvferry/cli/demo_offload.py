@@ -24,7 +24,6 @@ from kvferry.harness.launch import (
     cache_block_size,
     cache_usage,
     cached_tokens,
-    gpu_memory_arguments,
     prompt_tokens,
     spread_over_cores,
     start_engine,
@@ -79,7 +78,8 @@ class OffloadDemo:
             block_size=options.block_size,
             kv_cache_bytes=cache_bytes,
             cores=spread_over_cores(tp_size, from_last=not offloads),
-            arguments=("--prefix-caching-hash-algo", "sha256_cbor", *gpu_memory_arguments(options.gpu_memory)),
+            gpu_memory=options.gpu_memory,
+            arguments=("--prefix-caching-hash-algo", "sha256_cbor"),
         )
 
 

@@ -1,4 +1,4 @@
-"""Starts vLLM API servers and vllm-router as child processes, and ends them.
+"""Starts vLLM API servers and vllm-router as child processes, reads their metrics, and ends them.
 
 >>> settings = EngineSettings(Path("/models/tiny"), role="kv_producer", tensor_parallel_size=2)
 >>> settings.environment(port=20001)["VLLM_CPU_OMP_THREADS_BIND"].count("|")
@@ -14,13 +14,11 @@ import random
 import socket
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from kvferry.errors import Reason
@@ -33,6 +31,8 @@ HOST = "127.0.0.1"
 FIRST_PORT = 20000
 READY_SECONDS = 240.0
 POLL_SECONDS = 0.1
+DROPPED_LABELS = frozenset({"model_name", "engine", "le", "created"})
+ANSWER_SECONDS = 10.0
 # On a CPU vLLM allocates the buffers between pipeline stages during warm-up, which --enforce-eager and VLLM_CPU_CI_ENV
 # switch off. The eager back end needs no installed compiler.
 PIPELINE_WITHOUT_COMPILER = ("--compilation-config", '{"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}')
@@ -52,9 +52,10 @@ class EngineSettings:
     cores. An engine with a pipeline is traced and warmed up, which takes some more seconds; other engines run eagerly.
     ``data_parallel_size`` engine cores serve behind one API server, or behind as many as ``program`` starts.
     ``connector_module`` is the module of the connector (``kv_connector_module_path``), for use without the plugin.
-    ``layout`` is the layout that the user sets (``VLLM_KV_CACHE_LAYOUT``); with None the connector chooses. Further
-    command line ``arguments`` and environment ``variables`` are passed to the engine. ``python`` is the interpreter of
-    the environment whose vLLM runs.
+    ``gpu_memory`` is the part of a GPU's memory that the engine may take (0.92 by default): vLLM does not start with
+    less free memory than that, however small its cache is. ``layout`` is the layout that the user sets
+    (``VLLM_KV_CACHE_LAYOUT``); with None the connector chooses. Further command line ``arguments`` and environment
+    ``variables`` are passed to the engine. ``python`` is the interpreter of the environment whose vLLM runs.
     """
 
     model: Path
@@ -72,6 +73,7 @@ class EngineSettings:
     block_size: int | None = None
     kv_cache_bytes: int = 256 << 20
     prefix_caching: bool = True
+    gpu_memory: float | None = None
     layout: str | None = None
     cores: tuple[str, ...] | None = None
     arguments: tuple[str, ...] = ()
@@ -97,6 +99,8 @@ class EngineSettings:
         command += ["--no-enable-log-requests", "--disable-uvicorn-access-log"]
         if self.block_size is not None:
             command += ["--block-size", str(self.block_size)]
+        if self.gpu_memory is not None:
+            command += ["--gpu-memory-utilization", str(self.gpu_memory)]
         if self.role is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer_config())]
         return [*command, *self.arguments]
@@ -133,17 +137,6 @@ class EngineSettings:
         return variables | dict(self.variables)
 
 
-def gpu_memory_arguments(part: float | None) -> tuple[str, ...]:
-    """Return vLLM's arguments for an engine that may take so much of a GPU; none for None, where vLLM takes 0.92.
-
-    vLLM does not start with less free memory than that, however small its cache is.
-
-    >>> gpu_memory_arguments(0.45), gpu_memory_arguments(None)
-    (('--gpu-memory-utilization', '0.45'), ())
-    """
-    return () if part is None else ("--gpu-memory-utilization", str(part))
-
-
 def spread_over_cores(num_ranks: int, *, from_last: bool = False) -> tuple[str, ...]:
     """Return one core for each rank; the ranks take turns over the cores of this process.
 
@@ -168,9 +161,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def metrics(self) -> dict[str, float]:
@@ -181,17 +172,18 @@ class Server:
         """Return whether the server answers. Raises :class:`LaunchError` where its process has ended."""
         status = self.process.exit_status()
         if status is not None:
-            raise LaunchError(
-                Reason.PEER_DIED,
-                f"{self.process.name} ended with exit status {status}; its log ends:\n{self.process.log_tail()}\n",
-                f"The whole log is {self.process.log_path}.",
-            )
+            raise self.failure(Reason.PEER_DIED, f"ended with exit status {status}")
         try:
             # The URL is that of the server which this object started.
             with urllib.request.urlopen(f"{self.url}/health", timeout=2.0) as response:  # nosec B310
                 return bool(response.status == 200)
-        except (OSError, urllib.error.URLError):
+        except OSError:
             return False
+
+    def failure(self, reason: Reason, what: str) -> LaunchError:
+        """Return an error with the end of the server's log."""
+        what = f"{self.process.name} {what}; its log ends:\n{self.process.log_tail()}\n"
+        return LaunchError(reason, what, f"The whole log is {self.process.log_path}.")
 
     def stop(self) -> None:
         """End the server and all of its processes."""
@@ -253,12 +245,7 @@ def wait_until_ready(
             if server.is_ready():
                 waiting.remove(server)
             elif age > timeout_seconds:
-                raise LaunchError(
-                    Reason.DEADLINE_EXCEEDED,
-                    f"{server.process.name} was not ready after {age:.0f} s; its log ends:\n"
-                    f"{server.process.log_tail()}\n",
-                    f"The whole log is {server.process.log_path}.",
-                )
+                raise server.failure(Reason.DEADLINE_EXCEEDED, f"was not ready after {age:.0f} s")
         time.sleep(POLL_SECONDS if waiting else 0.0)
 
 
@@ -302,12 +289,6 @@ def _usable_port(name: str, port: int | None) -> int:
     if not port_is_free(port):
         raise LaunchError(Reason.PORT_IN_USE, f"{name}: port {port} is in use.", "Choose another port.")
     return port
-
-
-DROPPED_LABELS = frozenset({"model_name", "engine", "le", "created"})
-ANSWER_SECONDS = 10.0
-PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
-CACHED_TOKENS = "vllm:prompt_tokens_cached_by_source_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,23 +338,22 @@ def parse_metrics(text: str) -> dict[str, float]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if not sample.name.endswith(("_bucket", "_created")):
-                key = _key(sample.name, sample.labels)
+                labels = sorted(sample.labels.items())
+                kept = ",".join(f'{label}="{value}"' for label, value in labels if label not in DROPPED_LABELS)
+                key = f"{sample.name}{{{kept}}}" if kept else sample.name
                 samples[key] = samples.get(key, 0.0) + sample.value
     return samples
 
 
-def _key(name: str, labels: Mapping[str, str]) -> str:
-    kept = ",".join(f'{label}="{value}"' for label, value in sorted(labels.items()) if label not in DROPPED_LABELS)
-    return f"{name}{{{kept}}}" if kept else name
+def _by_source(metrics: Mapping[str, float], name: str) -> dict[str, int]:
+    prefix = f'{name}{{source="'
+    return {key.removeprefix(prefix)[:-2]: int(value) for key, value in metrics.items() if key.startswith(prefix)}
 
 
 def prompt_tokens(metrics: Mapping[str, float]) -> PromptTokens:
     """Return the prompt tokens by origin from an engine's metrics."""
-    received, cached, computed = (
-        int(metrics[f'{PROMPT_TOKENS}{{source="{source}"}}'])
-        for source in ("external_kv_transfer", "local_cache_hit", "local_compute")
-    )
-    return PromptTokens(received, cached, computed)
+    found = _by_source(metrics, "vllm:prompt_tokens_by_source_total")
+    return PromptTokens(found["external_kv_transfer"], found["local_cache_hit"], found["local_compute"])
 
 
 def cached_tokens(metrics: Mapping[str, float]) -> dict[str, int]:
@@ -381,15 +361,10 @@ def cached_tokens(metrics: Mapping[str, float]) -> dict[str, int]:
 
     Counted when a request is admitted, so a request that is preempted before its load counts twice.
 
-    >>> cached_tokens({f'{CACHED_TOKENS}{{source="host"}}': 384.0, f'{CACHED_TOKENS}{{source="disk"}}': 0.0})
-    {'host': 384, 'disk': 0}
+    >>> cached_tokens({'vllm:prompt_tokens_cached_by_source_total{source="host"}': 384.0})
+    {'host': 384}
     """
-    prefix, suffix = f'{CACHED_TOKENS}{{source="', '"}'
-    return {
-        key.removeprefix(prefix).removesuffix(suffix): int(value)
-        for key, value in metrics.items()
-        if key.startswith(prefix)
-    }
+    return _by_source(metrics, "vllm:prompt_tokens_cached_by_source_total")
 
 
 def cache_usage(metrics: Mapping[str, float]) -> float:
