@@ -17,7 +17,7 @@ import logging
 import secrets
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,8 +54,10 @@ class AdapterRead:
         """Return whether vLLM still has these weights, whenever it has read the files; look at the files."""
         state = _state_of(self.path) if self.is_current and self.state is not None else None
         if state not in (self.state, None):
-            # A copy of the same files, by rsync for example, has another state.
-            if _weights_if_readable(self.path) == self.weights:
+            found = None
+            with suppress(OSError):
+                found = _weights_of(self.path)
+            if found == self.weights:  # a copy of the same files, by rsync for example
                 self.state = state
             else:
                 self.doubt(f"{self.path} has changed since vLLM read it")
@@ -124,7 +126,9 @@ class Adapters:
 
         Files that change meanwhile are of no certain weights.
         """
-        earlier, before = self._read.get(adapter_id), _state_if_readable(path)
+        earlier, before = self._read.get(adapter_id), None
+        with suppress(OSError):
+            before = _state_of(path)
         try:
             yield
         except BaseException:
@@ -192,20 +196,6 @@ def hear_of_loads() -> None:
     replace_once(EngineCore, "add_lora", telling)
 
 
-def _state_if_readable(path: str) -> Hashable:
-    try:
-        return _state_of(path)
-    except OSError:
-        return None
-
-
-def _weights_if_readable(path: str) -> Weights | None:
-    try:
-        return _weights_of(path)
-    except OSError:
-        return None
-
-
 def _state_of(path: str) -> Hashable:
     """Return what changes with the files of an adapter, without reading them: of a hub's adapter the commit.
 
@@ -215,7 +205,7 @@ def _state_of(path: str) -> Hashable:
     if not place.exists():
         snapshot = snapshot_of(path, CONFIG)
         return None if snapshot is None else snapshot.name
-    found = [(file.name, file.stat()) for file in _files_of(place)]
+    found = [(file.name, file.stat()) for file in files_of(place) if file.name in FILES]
     return tuple((name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in found)
 
 
@@ -226,16 +216,11 @@ def _weights_of(path: str) -> Weights:
     """
     place = Path(path)
     folder = place if place.exists() else snapshot_of(path, CONFIG)
-    files = [] if folder is None else _files_of(folder)
-    if not any(file.name != CONFIG for file in files):
+    named = {} if folder is None else {file.name: file for file in files_of(folder) if file.name in FILES}
+    config = named.pop(CONFIG, None)
+    if not named:
         return Weights(secrets.token_hex(DIGEST_BYTES), are_known=False)
-    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    found.update(digest_of_files([file for file in files if file.name != CONFIG]).encode())
-    for file in files:
-        if file.name == CONFIG:
-            found.update(hashlib.sha256(file.read_bytes()).digest())
+    found = hashlib.blake2b(digest_of_files(list(named.values())).encode(), digest_size=DIGEST_BYTES)
+    if config is not None:
+        found.update(hashlib.sha256(config.read_bytes()).digest())
     return Weights(found.hexdigest(), are_known=True)
-
-
-def _files_of(place: Path) -> list[Path]:
-    return [file for file in files_of(place) if file.name in FILES]

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.messages import Identity
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvferry.integrations.vllm.settings import Settings
 
 _VOLATILE_CONFIG_KEYS = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")
+"""What a copy or another library changes in a model's configuration."""
 _RECORD = "_kvferry_record"
 LLAMA4_LONG_TOKENS = 32768
 """Llama 4 scales queries by position where ``--max-model-len`` is greater, unless it is told otherwise."""
@@ -89,8 +90,9 @@ def digest(text: str) -> str:
 
 
 def _record(vllm_config: "VllmConfig", model: "ModelConfig") -> RecordedModel:
+    kept = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE_CONFIG_KEYS}
     return RecordedModel(
-        config=_config_digest(model.hf_config.to_dict()),
+        config=digest(json.dumps(kept, sort_keys=True, default=str)),
         positions=_positions(model),
         architectures=tuple(model.architectures or ["unknown"]),
         quantization=_quantization(model),
@@ -106,26 +108,18 @@ def _positions(model: "ModelConfig") -> str:
     """Return which of two scalings the options have chosen: of the tables of LongRoPE, or of Llama 4's queries."""
     text, limit = model.hf_text_config, 0
     if text.model_type == "llama4_text":
-        return f", attn-temperature-tuning {'on' if _tunes_temperature(model) else 'off'}"
-    for rope in _rope_parameters(text):
+        # As llama4.py: the configuration of generation and its overrides come before the length.
+        generation = {**model.try_get_generation_config(), **model.override_generation_config}
+        tunes = generation.get("attn_temperature_tuning", model.max_model_len > LLAMA4_LONG_TOKENS)
+        return f", attn-temperature-tuning {'on' if tunes else 'off'}"
+    found = getattr(text, "rope_parameters", None) or {}
+    # One object, or one for each kind of layer.
+    for rope in [value for value in found.values() if isinstance(value, Mapping)] or [found]:
         if rope.get("rope_type") == "longrope":
             limit = int(rope.get("original_max_position_embeddings") or text.original_max_position_embeddings)
     if not limit:
         return ""
     return f", max-model-len {'above' if model.max_model_len > limit else 'up to'} {limit}"
-
-
-def _tunes_temperature(model: "ModelConfig") -> bool:
-    """Decide as ``llama4.py`` does: the configuration of generation and its overrides come before the length."""
-    generation = {**model.try_get_generation_config(), **model.override_generation_config}
-    return bool(generation.get("attn_temperature_tuning", model.max_model_len > LLAMA4_LONG_TOKENS))
-
-
-def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
-    """Return the positions' parameters: one object, or one for each kind of layer."""
-    found = getattr(text, "rope_parameters", None) or {}
-    each = [value for value in found.values() if isinstance(value, Mapping)]
-    return each or [found]
 
 
 def _kv_dtype(vllm_config: "VllmConfig", model: "ModelConfig") -> str:
@@ -147,12 +141,6 @@ def _quantization(model: "ModelConfig") -> str:
     method = "checkpoint" if is_in_checkpoint else model.quantization or "none"
     details = model.quantization_config
     return method if details is None else f"{method}/{digest(repr(details))}"
-
-
-def _config_digest(config: Mapping[str, Any]) -> str:
-    """Return a digest of a model's configuration without the fields that a copy or another library changes."""
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE_CONFIG_KEYS}
-    return digest(json.dumps(kept, sort_keys=True, default=str))
 
 
 def identity_of(vllm_config: "VllmConfig", settings: "Settings") -> Identity:

@@ -101,16 +101,15 @@ def log_as_vllm_does() -> None:
     ours.propagate = theirs.propagate
 
 
-# CPU attention reads a cache by its block and head strides; these layouts keep its (block, head) pages whole.
-CPU_ATTENTION_LAYOUTS = (NamedLayout.LBHNC, NamedLayout.BLHNC, NamedLayout.BHLNC)
-
-
 def widen_cpu_attention() -> None:
-    """Let CPU attention declare every layout that its kernel reads; vLLM declares one."""
+    """Let CPU attention declare every layout that its kernel reads; vLLM declares one.
+
+    It reads a cache by its block and head strides; these layouts keep its (block, head) pages whole.
+    """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    layouts = tuple(KVCacheLayout[layout.name] for layout in CPU_ATTENTION_LAYOUTS)
+    layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC, KVCacheLayout.BHLNC)
 
     def supported_kv_cache_layouts(_cls: type) -> tuple[KVCacheLayout, ...]:
         return layouts

@@ -114,8 +114,10 @@ def _check_group(index: int, group: "KVCacheGroupSpec") -> None:
 
     spec = spec_of(group)
     where = f"cache group {index} is a {type(spec).__name__}"
-    if len(kinds := _page_sizes(group)) > 1:
-        pages = ", ".join(f"{size} bytes ({name})" for size, name in kinds.items())
+    # Each size with a layer that has such pages.
+    sizes = {spec_of(group, name).page_size_bytes: name for name in reversed(group.layer_names)}
+    if len(sizes) > 1:
+        pages = ", ".join(f"{size} bytes ({name})" for size, name in sizes.items())
         refuse(f"{where} of layers whose pages differ in size: {pages}", "Caches of equal layers are supported.")
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, MambaSpec):
         refuse(where, "Full attention, sliding windows, MLA and states are supported.")
@@ -129,11 +131,6 @@ def _check_group(index: int, group: "KVCacheGroupSpec") -> None:
     quantisation = spec.kv_quant_mode
     if not quantisation.is_per_token_head and quantisation.name not in _QUANTISATIONS:
         refuse(f"{where}, quantised ({quantisation.name})", "Run with --kv-cache-dtype auto or fp8.")
-
-
-def _page_sizes(group: "KVCacheGroupSpec") -> dict[int, str]:
-    """Return the sizes of the pages of a group's layers, each with a layer that has such pages."""
-    return {spec_of(group, name).page_size_bytes: name for name in reversed(group.layer_names)}
 
 
 def _group_shape(spec: Any) -> GroupShape:

@@ -57,11 +57,6 @@ def sleeping_condition(base: Any) -> Any:
             if self.is_reader:
                 self.busy_loop_s = POLLING_SECONDS
 
-        def begin_polling(self) -> None:
-            """Start the time of polling."""
-            if not self._waits:
-                self._waits, self.last_read = True, time.monotonic()
-
         def record_read(self) -> None:
             """A message has come."""
             super().record_read()
@@ -69,11 +64,11 @@ def sleeping_condition(base: Any) -> Any:
 
         def wait(self, timeout_ms: int | None = None) -> None:
             """Sleep shortly, until the writer's notice or ``timeout_ms`` at most; then the caller polls again."""
-            self.begin_polling()
+            if not self._waits:
+                self._waits, self.last_read = True, time.monotonic()
             if time.monotonic() < self.last_read + QUIET_SECONDS:
-                timeout_ms = min(
-                    SHORT_SLEEP_MILLISECONDS, SHORT_SLEEP_MILLISECONDS if timeout_ms is None else timeout_ms
-                )
+                short = SHORT_SLEEP_MILLISECONDS
+                timeout_ms = short if timeout_ms is None else min(short, timeout_ms)
             super().wait(timeout_ms)
 
     return SleepingCondition

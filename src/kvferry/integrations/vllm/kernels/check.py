@@ -130,7 +130,6 @@ class Finding:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the results differ by more than is allowed."""
         return self.difference > self.allowed
 
 

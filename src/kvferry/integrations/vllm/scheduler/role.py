@@ -6,10 +6,8 @@ Its source part holds prompts for other engines, its destination part finds the 
 import hmac
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,18 +37,16 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.remote_holds import LeaseKeeper
 from kvferry.handoff.wire.server import Server
-from kvferry.handoff.wire.trust import Trust
 from kvferry.integrations.vllm.adapters import hear_of_loads
 from kvferry.integrations.vllm.engine_core import Engine, end_former_epoch
 from kvferry.integrations.vllm.identity import identity_of
 from kvferry.integrations.vllm.scheduler.blocks import (
-    GroupShape,
     check_filled_whole,
     groups_filled_whole,
     num_recomputed,
 )
 from kvferry.integrations.vllm.scheduler.destination import Destination
-from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks, Quarantine
+from kvferry.integrations.vllm.scheduler.kept_blocks import Quarantine
 from kvferry.integrations.vllm.scheduler.params import PromptAdapters, leave_last_token
 from kvferry.integrations.vllm.scheduler.source import HeldAnswers, Source, written_untold
 from kvferry.integrations.vllm.scheduler.waits import LOOK_MOST_SECONDS, StepWaits
@@ -75,29 +71,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-
-@dataclass
-class EngineState:
-    """The state of one engine. ``step`` has the orders for the next step.
-
-    ``holds_lock`` guards ``holds``, which the server's thread uses too. ``answers_at`` is set once the server runs.
-    """
-
-    settings: Settings
-    engine_id: str
-    epoch: int
-    tp_size: int
-    groups: Sequence[GroupShape]
-    caches_prefixes: bool
-    holds: Holds
-    trust: Trust
-    leases: LeaseKeeper
-    adapters: PromptAdapters
-    kept_blocks: KeptBlocks = field(default_factory=KeptBlocks)
-    holds_lock: threading.Lock = field(default_factory=threading.Lock)
-    step: StepMetadata = field(default_factory=StepMetadata)
-    answers_at: EndPoint = field(default_factory=lambda: EndPoint("127.0.0.1", 1, 0))
 
 
 logger = PeerLog(logging.getLogger(__name__))
