@@ -182,12 +182,8 @@ def check_vllm() -> Iterator[Finding]:
             yield Finding("vLLM", Health.WARNING, f"{found}, which is not known to this kvferry", advice)
     registered = {point.name: point.value for point in entry_points(group="vllm.general_plugins")}
     if "kvferry" not in registered:
-        yield Finding(
-            "plugin",
-            Health.FAILED,
-            "the entry point is not registered",
-            "Install kvferry: pip install -e . in its clone.",
-        )
+        advice = "Install kvferry: pip install -e . in its clone."
+        yield Finding("plugin", Health.FAILED, "the entry point is not registered", advice)
     elif os.environ.get("VLLM_PLUGINS") is not None and "kvferry" not in os.environ["VLLM_PLUGINS"].split(","):
         yield Finding("plugin", Health.FAILED, "VLLM_PLUGINS leaves it out", "Add kvferry to VLLM_PLUGINS or unset it.")
     else:

@@ -121,16 +121,12 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One comparison: the largest difference, the allowed one, and the kernel's error, if any."""
+    """One comparison: the largest difference, and what is wrong with it."""
 
     where: str
     difference: float
-    allowed: float
+    outcome: Outcome
     complaint: str = ""
-
-    @property
-    def is_wrong(self) -> bool:
-        return self.difference > self.allowed
 
 
 def compare_layouts(
@@ -193,7 +189,7 @@ def _replay(
     try:
         views = allocate()
     except Exception as error:
-        yield Finding("allocation", EXACT, EXACT, _first_words(error))
+        yield Finding("allocation", EXACT, Outcome.REFUSED, _first_words(error))
         return
     tolerance = TOLERANCES.get(case.dtype, TOLERANCE_OF_SHORT_TYPES)
     _fill(views, recording.filler)
@@ -205,16 +201,14 @@ def _replay(
 
 
 def _judge(case: KernelCase, layout: NamedLayout, findings: list[Finding]) -> Verdict:
-    bad = [finding for finding in findings if finding.is_wrong or finding.complaint]
-    difference = max(finding.difference for finding in findings)
-    outcome = Outcome.REFUSED if bad else Outcome.PASSES
-    if any(finding.is_wrong for finding in findings):
-        outcome = Outcome.WRONG
+    outcomes = {finding.outcome for finding in findings}
+    outcome = next(each for each in (Outcome.WRONG, Outcome.REFUSED, Outcome.PASSES) if each in outcomes)
     places: dict[str, list[str]] = {}
-    for finding in bad:
-        places.setdefault(finding.complaint or f"differs by {finding.difference:.3g}", []).append(finding.where)
+    for finding in findings:
+        if finding.complaint:
+            places.setdefault(finding.complaint, []).append(finding.where)
     found = "; ".join(f"{', '.join(where)}: {what}" for what, where in places.items())
-    return Verdict(case, layout, outcome, difference, found)
+    return Verdict(case, layout, outcome, max(finding.difference for finding in findings), found)
 
 
 def _compare(
@@ -223,9 +217,11 @@ def _compare(
     try:
         found = run()
     except Exception as error:  # a kernel may raise any error, and that is the finding
-        return Finding(where, EXACT, allowed, _first_words(error))
-    differences = [_largest_difference(*pair) for pair in zip(expected, found, strict=True)]
-    return Finding(where, max(differences, default=EXACT), allowed)
+        return Finding(where, EXACT, Outcome.REFUSED, _first_words(error))
+    difference = max((_largest_difference(*pair) for pair in zip(expected, found, strict=True)), default=EXACT)
+    if difference > allowed:
+        return Finding(where, difference, Outcome.WRONG, f"differs by {difference:.3g}")
+    return Finding(where, difference, Outcome.PASSES)
 
 
 def _write(kernel: Kernel, views: Sequence[torch.Tensor], step: Step) -> Sequence[torch.Tensor]:

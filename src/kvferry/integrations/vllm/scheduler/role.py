@@ -47,7 +47,7 @@ from kvferry.integrations.vllm.scheduler.blocks import (
 )
 from kvferry.integrations.vllm.scheduler.destination import Destination
 from kvferry.integrations.vllm.scheduler.kept_blocks import Quarantine
-from kvferry.integrations.vllm.scheduler.params import PromptAdapters, leave_last_token
+from kvferry.integrations.vllm.scheduler.params import EngineState, PromptAdapters, leave_last_token
 from kvferry.integrations.vllm.scheduler.source import HeldAnswers, Source, written_untold
 from kvferry.integrations.vllm.scheduler.waits import LOOK_MOST_SECONDS, StepWaits
 from kvferry.integrations.vllm.settings import Settings, control_port, trust_of
