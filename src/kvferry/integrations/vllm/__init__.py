@@ -1,1 +1,1 @@
-"""The vLLM plugin. ``translate`` and ``layout_choice`` alone read its configuration, ``versions`` its version."""
+"""The vLLM plugin. ``translate`` and ``plugin`` alone read its configuration, ``versions`` its version."""

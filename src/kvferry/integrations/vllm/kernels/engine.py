@@ -1,4 +1,7 @@
-"""The kernels of a vLLM engine's own layers, and the check of them when an engine starts."""
+"""The kernels of a vLLM engine's own layers, and the check of them: when an engine starts, and without an engine.
+
+Without one, layers of usual sizes have the kernels that an engine on this machine would choose.
+"""
 
 import json
 import logging
