@@ -69,6 +69,7 @@ _LAST_EPOCH = (1 << EPOCH_BITS) - 1
 def check_transfer_config(transfer: "KVTransferConfig | None") -> None:
     """Check the settings of kvferry's connectors, and the engine's id where a connector tells it to peers.
 
+    Else the engine would start, and each request would fail on another engine, where peers check what they are told.
     Raises :class:`SettingsError`: unknown-setting, invalid-setting.
     """
     for name, settings in connector_configs(transfer):

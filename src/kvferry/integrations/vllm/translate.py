@@ -41,6 +41,20 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 _QUANTISATIONS = ("NONE", "FP8_PER_TENSOR")  # besides the modes with scales in the slots
+_STATES = ("MAMBA1", "MAMBA2", "GDN_ATTN")
+
+# Instruction sets with which CPU attention keeps a plane of keys, channel by channel, and then a plane of values, token
+# by token. Their arrangement of a quantised cache is not known: its pages move whole.
+PLAIN_INSTRUCTION_SETS = ("vec", "vec16")
+# Back ends that keep the scale of each token and head in the slot, behind the keys and the values.
+_SCALES_IN_SLOTS = ("TRITON_ATTN",)
+UNEXPECTED = "kvferry does not expect this of this vLLM: please report it, with the engine's log."
+"""The remedy where no setting helps."""
+
+
+def refuse(problem: str, remedy: str = UNEXPECTED) -> NoReturn:
+    """Raise :class:`LayoutError` (unsupported)."""
+    raise LayoutError(Reason.UNSUPPORTED, f"{problem}.", remedy)
 
 
 def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
@@ -216,23 +230,6 @@ def spec_of(group: "KVCacheGroupSpec", layer_name: str | None = None) -> Any:
     return next(iter(spec.kv_cache_specs.values())) if layer_name is None else spec.kv_cache_specs[layer_name]
 
 
-UNEXPECTED = "kvferry does not expect this of this vLLM: please report it, with the engine's log."
-"""The remedy where no setting helps."""
-
-
-def refuse(problem: str, remedy: str = UNEXPECTED) -> NoReturn:
-    """Raise :class:`LayoutError` (unsupported)."""
-    raise LayoutError(Reason.UNSUPPORTED, f"{problem}.", remedy)
-
-
-# Instruction sets with which CPU attention keeps a plane of keys, channel by channel, and then a plane of values, token
-# by token. Their arrangement of a quantised cache is not known: its pages move whole.
-PLAIN_INSTRUCTION_SETS = ("vec", "vec16")
-
-# Back ends that keep the scale of each token and head in the slot, behind the keys and the values.
-_SCALES_IN_SLOTS = ("TRITON_ATTN",)
-
-
 def attention_components(
     vllm_config: "VllmConfig",
     kind: CacheKind,
@@ -241,8 +238,9 @@ def attention_components(
     region: Region,
     rank: tuple[int, int],
 ) -> tuple[Component, ...]:
-    """Return the components of one group's layers; ``expected`` are blocks, heads and tokens, ``rank`` is (rank, size).
+    """Return the components of one group's layers, from vLLM's ``[B, H, N, C]`` views.
 
+    ``expected`` are blocks, heads and tokens, ``rank`` is (rank, size).
     Raises :class:`LayoutError` (unsupported) for views of another shape.
     """
     name, first = next(iter(views.items()))
@@ -404,13 +402,10 @@ def _other_head_counts(vllm_config: "VllmConfig") -> dict[str, int]:
     return found
 
 
-_SUPPORTED = ("MAMBA1", "MAMBA2", "GDN_ATTN")
-
-
 def check_state(index: int, spec: "MambaSpec") -> None:
     """Refuse states that this version cannot move. Raises :class:`LayoutError` (unsupported)."""
     where = f"cache group {index} holds states"
-    if spec.mamba_type.name not in _SUPPORTED or len(spec.shapes) != 2:
+    if spec.mamba_type.name not in _STATES or len(spec.shapes) != 2:
         kinds = "States of Mamba1, Mamba2 and gated delta nets, in two parts, are supported."
         refuse(f"{where} of {spec.mamba_type.name} in {len(spec.shapes)} parts", kinds)
     if spec.tp_replicated:
@@ -430,6 +425,8 @@ def state_components(
 ) -> tuple[Component, ...]:
     """Return the components of one group's layers, of which ``layer`` is the first; ``rank`` is (rank, size).
 
+    vLLM gives each layer bytes, ``[B, 1, 1, C]``. A page holds the convolution's last inputs, then the recurrent state,
+    then padding up to the size of an attention page.
     Raises :class:`LayoutError` (unsupported) where the specification does not fit the layer.
     """
     first = next(iter(views.values()))
