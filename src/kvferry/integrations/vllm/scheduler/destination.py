@@ -20,6 +20,7 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.bootstrap import BootstrapQueries, Offer, query
 from kvferry.integrations.vllm.scheduler.blocks import blocks_to_load, check_cached_windows
 from kvferry.integrations.vllm.scheduler.params import (
+    EngineState,
     HoldParams,
     TransferParams,
     check_adapter_is_said,
@@ -31,7 +32,6 @@ from kvferry.integrations.vllm.scheduler.params import (
     prompt_digest,
     read_params,
 )
-from kvferry.integrations.vllm.scheduler.role import EngineState
 from kvferry.integrations.vllm.step import AnnouncedPrompt, PromptLoad
 from kvferry.peer_log import PeerLog
 

@@ -16,11 +16,11 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.adapters import Adapters, hear_of_loads
 from kvferry.integrations.vllm.engine_core import Engine
-from kvferry.integrations.vllm.offload_names import engine_facts
+from kvferry.integrations.vllm.offload_names import BlockNames, engine_facts
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep, RankReport
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
-from kvferry.integrations.vllm.scheduler.offload_loads import Loads, OffloadRequest, names_of
+from kvferry.integrations.vllm.scheduler.offload_loads import Loads, OffloadRequest
 from kvferry.integrations.vllm.scheduler.offload_stores import ReadBlockIds, Stores
 from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, check_settings, open_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, check_window_interval, stored_groups
@@ -28,6 +28,7 @@ from kvferry.integrations.vllm.scheduler.waits import Looks, StepWaits
 from kvferry.integrations.vllm.translate import group_shapes, refuse
 from kvferry.integrations.vllm.versions import check_block_hashes, tokens_per_hash
 from kvferry.layout.shard import CacheKind
+from kvferry.peer_log import PeerLog
 from kvferry.tiers.load_rule import LoadRule
 from kvferry.tiers.stack import Stack
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 LEAST_PROMPT_TOKENS = 16
 """Tokens of a request in a step that measures computing: fewer are a decode, or the drafts that it checks."""
@@ -95,10 +96,14 @@ class OffloadScheduler:
         self._step_waits = StepWaits()
         self._engine = Engine()
         self._looks = Looks(self._engine.wake)
-        job_ids = count(1)
-        shared = job_ids, self._counts, self._events
+        shared = count(1), self._counts, self._statistics, self._events
         self._stores = Stores(groups, self._num_ranks, settings.window_interval, *shared)
-        self._loads = Loads(vllm_config, groups, settings, self._rule, self._statistics, lambda: self._clock(), *shared)
+        self._loads = Loads(vllm_config, groups, settings, self._rule, lambda: self._clock(), *shared)
+
+    @property
+    def _stack(self) -> Stack | None:
+        """The tiers once all ranks can copy to and from them."""
+        return None if self._start.tiers is None else self._start.tiers.stack
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
         """Keep blocks in this pool from now on."""
@@ -109,11 +114,10 @@ class OffloadScheduler:
 
     def on_new_request(self, request: "Request") -> None:
         """Know a request before it is scheduled, and let lower tiers bring what it will need while it waits."""
-        entry, tiers = self._entry(request), self._start.tiers
-        if tiers is not None and tiers.stack.has_lower_tiers and self._loads.may_load(entry):
-            blocks = self._blocks_of(tiers, entry)
-            if blocks is not None:
-                self._loads.prefetch(tiers.stack, entry, blocks)
+        entry, stack = self._entry(request), self._stack
+        may_load = stack is not None and stack.has_lower_tiers and self._loads.may_load(entry)
+        if stack is not None and may_load and (blocks := self._blocks_of(entry)) is not None:
+            self._loads.prefetch(stack, entry, blocks)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens behind the computed ones are promised; None while it is worth asking again.
@@ -122,20 +126,19 @@ class OffloadScheduler:
         """
         entry = self._entry(request)
         entry.num_written = 0  # vLLM asks only where a request has no blocks, or has lost them
-        tiers = self._start.tiers
-        if tiers is None or not self._loads.may_load(entry) or (blocks := self._blocks_of(tiers, entry)) is None:
+        stack = self._stack
+        if stack is None or not self._loads.may_load(entry) or (blocks := self._blocks_of(entry)) is None:
             return 0, False
-        number = self._loads.promise(tiers.stack, entry, blocks, num_computed_tokens)
+        number = self._loads.promise(stack, entry, blocks, num_computed_tokens)
         if number is None:
             self._counts["asked_again"] += 1
         return number, bool(number)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Order the promised load into these blocks; the step's end drops the promise, taken up or not."""
-        entry, tiers = self._entry(request), self._start.tiers
+        entry = self._entry(request)
         if num_external_tokens:
-            stack = tiers.stack if tiers is not None else None
-            self._loads.order(stack, entry, num_external_tokens, blocks.get_block_ids)
+            self._loads.order(self._stack, entry, num_external_tokens, blocks.get_block_ids)
 
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
@@ -147,21 +150,20 @@ class OffloadScheduler:
 
     def build_connector_meta(self, output: "SchedulerOutput") -> OffloadStep:
         """Return the orders of a step: blocks that the step fills are stored once it has been computed."""
-        tiers = self._start.tiers
-        state = output.kv_connector_block_state
+        stack, state = self._stack, output.kv_connector_block_state
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             entry = self._requests.get(request_id)
             if entry is not None:
                 entry.num_written = entry.request.num_computed_tokens + num_scheduled
-                if tiers is not None and state is not None:
-                    self._offer(tiers, entry, self._num_settled(entry), partial(state.get_block_ids, request_id))
-        if tiers is not None:
-            self._stores.order(tiers.stack)
+                if stack is not None and state is not None:
+                    self._offer(stack, entry, self._num_settled(entry), partial(state.get_block_ids, request_id))
+        if stack is not None:
+            self._stores.order(stack)
         # After the stores: they evict nothing that was promised, and vLLM may ask again in the next step.
         for entry in list(self._loads.promised.values()):
             self._drop(entry)
-        if tiers is not None:
-            tiers.stack.poll(self._clock())
+        if stack is not None:
+            stack.poll(self._clock())
         numbers = output.num_scheduled_tokens.values()
         self._rule.steps.begin(sum(each for each in numbers if each >= LEAST_PROMPT_TOKENS), self._clock())
         step, self._step = self._step, OffloadStep()
@@ -172,35 +174,38 @@ class OffloadScheduler:
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Take what all ranks have reported of a step."""
-        tiers, report = self._start.tiers, connector_output.kv_connector_worker_meta
-        if connector_output.invalid_block_ids and tiers is not None:
+        report, failed = connector_output.kv_connector_worker_meta, connector_output.failed_recving or ()
+        if connector_output.invalid_block_ids and self._stack is not None:
             # Another connector's load has failed, behind which vLLM has computed: blocks of this step and the next hold
             # garbage. Requests offer them again when the stores have ended; vLLM computes them again by then.
-            self._stores.cancel(tiers.stack)
+            self._stores.cancel(self._stack)
         if isinstance(report, RankReport):
             self._note_start(report)
-            self._take_stored(report)
-        failed = connector_output.failed_recving or ()
+        if (stack := self._stack) is None:
+            return
+        if isinstance(report, RankReport):
+            self._take_stored(stack, report)
         for request_id in connector_output.finished_recving or ():
             if request_id in self._loads.jobs:
-                self._finish_load(request_id, has_failed=request_id in failed)
-        if self._start.tiers is not None:
-            self._start.tiers.stack.poll(self._clock())
+                self._loads.finish(stack, request_id, has_failed=request_id in failed)
+                if request_id in failed and request_id in self._requests:
+                    self._requests[request_id].may_load = False  # else it would ask, load and fail again
+        stack.poll(self._clock())
 
     def request_finished(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> tuple[bool, None]:
         """Store the last blocks of a request that has ended; vLLM frees its blocks as if nobody else used them."""
-        entry, tiers = self._requests.pop(request.request_id, None), self._start.tiers
-        if entry is None or tiers is None:
+        entry, stack = self._requests.pop(request.request_id, None), self._stack
+        if entry is None or stack is None:
             return False, None
         self._drop(entry)
         if request.status not in _WITHOUT_TAIL:
             # The last sampled token has not been computed, and drafts behind it may have been rejected.
             end = min(entry.num_written, max(request.num_prompt_tokens, request.num_tokens - 1))
-            self._offer(tiers, entry, end, lambda: block_ids, is_last=True)
-            self._stores.order(tiers.stack)
+            self._offer(stack, entry, end, lambda: block_ids, is_last=True)
+            self._stores.order(stack)
         if entry.blocks is not None:
             for keys in entry.blocks.keys:
-                tiers.stack.touch(keys)
+                stack.touch(keys)
         return False, None
 
     def has_pending_work(self) -> bool:
@@ -209,12 +214,11 @@ class OffloadScheduler:
         Ranks start, copy or wait for an order, or it is time to look at what a lower tier copies: steps drive it. The
         engine sleeps between two looks. An engine that ends does not: it would end without what is being copied.
         """
-        step, tiers, now = self._step, self._start.tiers, self._clock()
+        step, stack, now = self._step, self._stack, self._clock()
         if self._start.is_under_way or self._stores.are_under_way or step.slab or step.unmaps:
             return True
-        if tiers is None or not tiers.stack.is_moving(now):
-            return False
-        return self._engine.stays_awake or self._engine.is_ending or self._looks.are_due(now)
+        is_moving = stack is not None and stack.is_moving(now)
+        return is_moving and (self._engine.stays_awake or self._engine.is_ending or self._looks.are_due(now))
 
     def has_pending_block_frees(self) -> bool:
         """Return whether blocks will be free without a preemption, as soon as stores have copied them."""
@@ -226,15 +230,11 @@ class OffloadScheduler:
         vLLM calls it when it has taken the results of a step, so this is the end of the step.
         """
         self._rule.steps.end(self._clock())
-        if self._start.tiers is not None:
-            self._count_tiers(self._start.tiers.stack)
-        for reason, number in self._stores.take_refused().items():
-            self._statistics.count("refused_blocks", number, reason.value)
-        if self._statistics.is_empty():
-            return None
+        if self._stack is not None:
+            self._count_tiers(self._stack)
         taken = OffloadStatistics(data=self._statistics.data)
         self._statistics.reset()
-        return taken
+        return None if taken.is_empty() else taken
 
     def take_events(self) -> Sequence["KVCacheEvent"]:
         """Return the events since the last call: none unless vLLM's configuration asks for events."""
@@ -267,25 +267,25 @@ class OffloadScheduler:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state as plain data; when nothing is under way every count but those of ``counts`` is 0."""
-        tiers = self._start.tiers
+        stack = self._stack
         return {
             "start": self._start.state.name.lower(),
             "requests": len(self._requests),
             "promised": len(self._loads.promised),
             "loads": sorted(self._loads.jobs),
-            "stores": self._stores.num_jobs,
+            "stores": len(self._stores.jobs),
             "kept_blocks": self._stores.kept.num_kept,
             "counts": dict(self._counts),
             "times": self._rule.snapshot(),
-            "tiers": tiers.stack.snapshot(self._clock()) if tiers else {},
+            "tiers": stack.snapshot(self._clock()) if stack else {},
         }
 
     def _entry(self, request: "Request") -> OffloadRequest:
         return self._requests.setdefault(request.request_id, OffloadRequest(request))
 
-    def _blocks_of(self, tiers: Tiers, entry: OffloadRequest) -> RequestBlocks | None:
+    def _blocks_of(self, entry: OffloadRequest) -> RequestBlocks | None:
         """Return the stored blocks of a request; None, for good, where the weights are not those of its first block."""
-        names = names_of(entry.request, tiers.names, self._adapters)
+        names = self._names_of(entry.request)
         if names is not None and entry.blocks is None:
             entry.blocks = RequestBlocks(self._groups, names)
         if names is None or entry.blocks is None or names.namespace != entry.blocks.names.namespace:
@@ -295,6 +295,20 @@ class OffloadScheduler:
         entry.blocks.names = names  # of an adapter's files as they were read last
         entry.blocks.update(entry.request.block_hashes)
         return entry.blocks
+
+    def _names_of(self, request: "Request") -> BlockNames | None:
+        """Return the names for a request now; None where the weights of its adapter are unknown."""
+        assert self._start.tiers is not None
+        names, adapter = self._start.tiers.names, request.lora_request
+        if adapter is None:
+            return names
+        is_read_again = adapter.load_inplace
+        try:
+            return self._adapters.names(names, adapter.lora_path, adapter.lora_int_id, is_read_again=is_read_again)
+        except OSError as error:
+            told = "kvferry: %s loads and stores nothing: its adapter cannot be read: %s"
+            logger.warning(told, request.request_id, error, peer=request.request_id)
+            return None
 
     def _count_tiers(self, stack: Stack) -> None:
         """Count what the tiers did since the last call."""
@@ -307,16 +321,16 @@ class OffloadScheduler:
 
     def _tier_wait(self, step: OffloadStep) -> float:
         """Return how long a step waits: not at all where ranks have something to do."""
-        tiers, now = self._start.tiers, self._clock()
+        stack, now = self._stack, self._clock()
         is_busy = step.computes or step.loads or self._loads.jobs or self._stores.are_under_way or step.stores
-        if tiers is None or is_busy or not tiers.stack.is_moving(now):
+        if stack is None or is_busy or not stack.is_moving(now):
             self._step_waits.reset()
             self._looks.reset()
             return 0.0
         if not (self._requests or self._engine.stays_awake):
-            self._looks.done(tiers.stack.num_copies_ended, now)
+            self._looks.done(stack.num_copies_ended, now)
             return 0.0
-        return self._step_waits.wait(tiers.stack.num_copies_ended, now)
+        return self._step_waits.wait(stack.num_copies_ended, now)
 
     def _num_settled(self, entry: OffloadRequest) -> int:
         """Return how many tokens of a running request will not be written again."""
@@ -326,13 +340,12 @@ class OffloadScheduler:
         return num_known if num_known <= num_prompt else max(num_prompt, num_known - self._num_unsettled)
 
     def _offer(
-        self, tiers: Tiers, entry: OffloadRequest, end_token: int, block_ids: ReadBlockIds, *, is_last: bool = False
+        self, stack: Stack, entry: OffloadRequest, end_token: int, block_ids: ReadBlockIds, *, is_last: bool = False
     ) -> None:
         """Offer the request's stored blocks up to ``end_token`` that host memory lacks."""
-        if entry.may_store and not (self._stores.has_offered(entry.blocks, end_token) and not is_last):
-            blocks = self._blocks_of(tiers, entry)
-            if blocks is not None:
-                self._stores.offer(tiers.stack, entry.request, blocks, end_token, block_ids, is_last=is_last)
+        is_new = is_last or not self._stores.has_offered(entry.blocks, end_token)
+        if entry.may_store and is_new and (blocks := self._blocks_of(entry)) is not None:
+            self._stores.offer(stack, entry.request, blocks, end_token, block_ids, is_last=is_last)
 
     def _note_start(self, report: RankReport) -> None:
         """Take what ranks report of the start; after a refusal those that have mapped the slab unmap it."""
@@ -341,31 +354,20 @@ class OffloadScheduler:
         if was_open and self._start.opened is None:
             self._step.slab, self._step.unmaps = None, True
 
-    def _take_stored(self, report: RankReport) -> None:
+    def _take_stored(self, stack: Stack, report: RankReport) -> None:
         """Take the parts of stores that ranks have copied or not; requests offer again what was cancelled."""
-        tiers = self._start.tiers
-        if tiers is None:
-            return
         was_cancelled = False
         for parts, has_landed in ((report.stored, True), (report.failed, False)):
             for job_id, num_ranks in parts.items():
-                was_cancelled |= self._stores.land(tiers.stack, job_id, num_ranks, has_landed=has_landed)
+                was_cancelled |= self._stores.land(stack, job_id, num_ranks, has_landed=has_landed)
         if was_cancelled:
             for entry in self._requests.values():
                 if entry.blocks is not None:
                     entry.blocks.num_offered = [0] * len(self._groups)
 
-    def _finish_load(self, request_id: str, *, has_failed: bool) -> None:
-        """No rank reads the slots of the load any more."""
-        assert self._start.tiers is not None
-        self._loads.finish(self._start.tiers.stack, request_id, has_failed=has_failed)
-        if has_failed and request_id in self._requests:
-            self._requests[request_id].may_load = False  # else it would ask, load and fail again
-
     def _drop(self, entry: OffloadRequest) -> None:
         """End what a request asked for and what was promised to it; a load goes on."""
-        tiers = self._start.tiers
-        self._loads.drop(tiers.stack if tiers is not None else None, entry)
+        self._loads.drop(self._stack, entry)
 
 
 def check_offloadable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:

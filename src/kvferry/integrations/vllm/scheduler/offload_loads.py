@@ -15,8 +15,6 @@ import numpy as np
 
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.integrations.vllm.adapters import Adapters
-from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStatistics
 from kvferry.integrations.vllm.scheduler.blocks import num_recomputed
@@ -32,7 +30,6 @@ from kvferry.integrations.vllm.translate import UNEXPECTED
 from kvferry.integrations.vllm.versions import cache_hit_source
 from kvferry.layout.shard import CacheKind
 from kvferry.peer_log import PeerLog
-from kvferry.tiers.host_memory import HostLoad
 from kvferry.tiers.load_rule import Decision, LoadRule, Option
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Promise, Stack
@@ -57,9 +54,9 @@ class Question:
     first_token: int
     boundary: int
     wanted: Mapping[str, Sequence[BlockKey]]
-    wait_seconds: float = 0.0
+    wait_seconds: float
     """How long the request waits for lower tiers."""
-    asked_at: float = 0.0
+    asked_at: float
     promise: Promise | None = None
 
 
@@ -79,19 +76,6 @@ class OffloadRequest:
     """Tokens that were promised in this call of vLLM's ``schedule``."""
     waits_since: float | None = None
     """The first question of those in a row that had no answer."""
-
-
-def names_of(request: "Request", names: BlockNames, adapters: Adapters) -> BlockNames | None:
-    """Return the names for a request now; None where the weights of its adapter are unknown."""
-    adapter = request.lora_request
-    if adapter is None:
-        return names
-    try:
-        return adapters.names(names, adapter.lora_path, adapter.lora_int_id, is_read_again=adapter.load_inplace)
-    except OSError as error:
-        told = "kvferry: %s loads and stores nothing: its adapter cannot be read: %s"
-        peer_logger.warning(told, request.request_id, error, peer=request.request_id)
-        return None
 
 
 @dataclass(slots=True, eq=False)
@@ -165,10 +149,10 @@ class Loads:
         groups: Sequence[StoredGroup],
         settings: OffloadSettings,
         rule: LoadRule,
-        statistics: OffloadStatistics,
         clock: Callable[[], float],
         job_ids: Iterator[int],
         counts: Counter[str],
+        statistics: OffloadStatistics,
         events: BlockEvents | None,
     ) -> None:
         self.promised: dict[str, OffloadRequest] = {}
@@ -387,19 +371,15 @@ class Loads:
         self._counts["loads"] += 1
         self._counts["loaded_tokens"] += num_tokens
         self._rule.loads.begin(request_id, sum(one.slots.num_bytes for one in loads.values()), now)
-        self._count_hit(loads, job, question)
-        return job
-
-    def _count_hit(self, loads: Mapping[str, HostLoad], job: LoadJob, question: Question) -> None:
-        """Count a load that has been ordered."""
         assert question.promise is not None
-        for tier, num_tokens in job.tokens_by_tier.items():
-            self._statistics.count("hit_tokens", num_tokens, tier)
+        for tier, number in job.tokens_by_tier.items():
+            self._statistics.count("hit_tokens", number, tier)
         for one in loads.values():
             for tier, is_from in _by_tier(one.keys, question.promise.brought_by):
                 self._statistics.count("hit_bytes", one.slots[is_from].num_bytes, tier)
         if question.promise.brought_by:
-            self._statistics.observe("ask_seconds", self._clock() - question.asked_at)
+            self._statistics.observe("ask_seconds", now - question.asked_at)
+        return job
 
 
 def _tokens_by_tier(

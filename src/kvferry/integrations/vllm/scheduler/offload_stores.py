@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import Reason
-from kvferry.integrations.vllm.offload_step import StoreOrder
+from kvferry.integrations.vllm.offload_step import OffloadStatistics, StoreOrder
 from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID
 from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
@@ -73,6 +73,7 @@ class Stores:
         window_interval: int,
         job_ids: Iterator[int],
         counts: Counter[str],
+        statistics: OffloadStatistics,
         events: BlockEvents | None,
     ) -> None:
         self.kept = KeptBlocks()
@@ -80,11 +81,11 @@ class Stores:
         """The most blocks that all stores keep."""
         self._groups, self._num_ranks, self._window_interval = groups, num_ranks, window_interval
         self._alignment = alignment(groups)
-        self._job_ids, self._counts, self._events = job_ids, counts, events
+        self._job_ids, self._counts, self._statistics, self._events = job_ids, counts, statistics, events
         self._offers = _Offers()
-        self._jobs: dict[int, _StoreJob] = {}
+        self.jobs: dict[int, _StoreJob] = {}
+        """The stores that not all ranks have reported."""
         self._orders: list[StoreOrder] = []
-        self._refused: Counter[Reason] = Counter()
 
     def bind(self, pool: "BlockPool") -> None:
         """Keep blocks in this pool from now on."""
@@ -92,14 +93,9 @@ class Stores:
         self.max_kept = int(MAX_KEPT_SHARE * pool.num_gpu_blocks)
 
     @property
-    def num_jobs(self) -> int:
-        """The stores that not all ranks have reported."""
-        return len(self._jobs)
-
-    @property
     def are_under_way(self) -> bool:
         """Whether ranks have something to copy or to report."""
-        return bool(self._jobs or self._orders)
+        return bool(self.jobs or self._orders)
 
     def has_offered(self, blocks: RequestBlocks | None, end_token: int) -> bool:
         """Return whether a request has no more whole blocks up to here; cheaper than to compare its keys each step."""
@@ -135,8 +131,8 @@ class Stores:
             if begin < end:
                 num_deferred = self._offer_group(stack, blocks, group, (begin, end), ids[group.index], others)
                 self._counts["deferred_blocks"] += num_deferred
-                if is_last and num_deferred:
-                    self._refused[Reason.STORES_BEHIND] += num_deferred
+                if is_last:
+                    self._statistics.count("refused_blocks", num_deferred, Reason.STORES_BEHIND.value)
                 if self._events is not None:
                     places = range(begin, blocks.num_offered[group.index])
                     keys = blocks.keys[group.index][places.start : places.stop]
@@ -145,13 +141,12 @@ class Stores:
     def order(self, stack: Stack) -> None:
         """Reserve slots for the offered blocks, keep their sources, and order one store of all that were accepted."""
         offers, self._offers = self._offers, _Offers()
-        job_id = next(self._job_ids)
         copies, stores, kept = [], [], []
         for index, keys in offers.keys.items():
             group = self._groups[index]
             store = stack.prepare_store(group.name, keys, num_parts=self._num_ranks)
-            self._refused.update(store.failures)
             for reason, number in store.failures.items():
+                self._statistics.count("refused_blocks", number, reason.value)
                 self._counts[f"not_stored_{reason}"] += number
             if not store.keys:
                 continue
@@ -161,8 +156,9 @@ class Stores:
             stores.append(store)
             kept.append(rows.reshape(-1).tolist())
         if stores:
+            job_id = next(self._job_ids)
             self.kept.keep(("store", job_id), kept)
-            self._jobs[job_id] = _StoreJob(stores, offers.checks)
+            self.jobs[job_id] = _StoreJob(stores, offers.checks)
             self._orders.append(StoreOrder(job_id, tuple(copies)))
             self._counts["stores"] += 1
 
@@ -171,17 +167,12 @@ class Stores:
         orders, self._orders = self._orders, []
         return orders
 
-    def take_refused(self) -> Counter[Reason]:
-        """Return how many blocks host memory has refused since the last call, by reason."""
-        refused, self._refused = self._refused, Counter()
-        return refused
-
     def land(self, stack: Stack, job_id: int, num_ranks: int, *, has_landed: bool) -> bool:
         """So many ranks will not touch the blocks of a store any more.
 
         Return whether the store has ended and was cancelled: then its blocks may be offered again, and not before.
         """
-        job = self._jobs.get(job_id)
+        job = self.jobs.get(job_id)
         if job is None:
             logger.error("kvferry: a rank reported store %d, which is not under way.", job_id)
             return False
@@ -197,13 +188,13 @@ class Stores:
             self._counts["failed_stores"] += num_ranks
         if job.num_reported < self._num_ranks:
             return False
-        del self._jobs[job_id]
+        del self.jobs[job_id]
         self.kept.free(("store", job_id))
         return any(store.is_cancelled for store in job.stores)
 
     def cancel(self, stack: Stack) -> None:
         """Let no store that is under way become visible."""
-        for job in self._jobs.values():
+        for job in self.jobs.values():
             for store in job.stores:
                 stack.cancel(store)
 

@@ -91,11 +91,7 @@ def lower_tiers(settings: OffloadSettings, region: Region, data_parallel_rank: i
 
 
 def open_tiers(
-    settings: OffloadSettings,
-    facts: EngineFacts,
-    ranks: Sequence[bytes],
-    engine_blocks: int,
-    data_parallel_rank: int,
+    settings: OffloadSettings, facts: EngineFacts, ranks: Sequence[bytes], engine_blocks: int, data_parallel_rank: int
 ) -> Tiers:
     """Make the slab for the caches of all ranks, and open the tiers on it.
 
@@ -103,8 +99,8 @@ def open_tiers(
     :class:`KVFerryError` for caches that have no slab, for too little memory, and for a tier that cannot be opened.
     """
     shards = [decode_shard(rank) for rank in ranks]
-    groups = dict.fromkeys((group.name for shard in shards for group in shard.groups), 1)
-    one_block = slab_shard(shards, groups, engine_blocks=engine_blocks)
+    one_of_each = dict.fromkeys((group.name for shard in shards for group in shard.groups), 1)
+    one_block = slab_shard(shards, one_of_each, engine_blocks=engine_blocks)
     slot_bytes = {group.name: group.components[0].block_stride for group in one_block.groups}
     num_blocks = slots_that_fit(settings.host_bytes, slot_bytes)
     length = sum(num_blocks[name] * slot_bytes[name] for name in num_blocks)
@@ -173,28 +169,23 @@ class Start:
             return None
         try:
             self.opened = self._make_tiers([self._shards[rank] for rank in sorted(self._shards)])
-        except KVFerryError as error:
-            self._refuse(str(error))
-            return None
         except Exception as error:
             # The engine serves without: no error here is worth its end.
-            logger.exception("kvferry: the tiers cannot be opened")
-            self._refuse(repr(error))
+            is_known = isinstance(error, KVFerryError)
+            self._refuse(str(error) if is_known else repr(error), with_traceback=not is_known)
             return None
         self.state = StartState.MAPPING
         return self.opened.order
 
     def close(self) -> None:
-        """Close the tiers."""
+        """Close the tiers: memory and folder are of no use to this engine any more."""
         self.state = StartState.REFUSED
         if self.opened is not None:
             self.opened.close()
             self.opened = None
 
-    def _refuse(self, error: str) -> None:
-        self.state, self.error = StartState.REFUSED, error
-        logger.error("kvferry: no block is offloaded, the engine serves without: %s", error)
-        if self.opened is not None:
-            # Memory and folder are of no use to this engine any more.
-            self.opened.close()
-            self.opened = None
+    def _refuse(self, error: str, *, with_traceback: bool = False) -> None:
+        self.error = error
+        told = "kvferry: no block is offloaded, the engine serves without: %s"
+        logger.error(told, error, exc_info=with_traceback)
+        self.close()

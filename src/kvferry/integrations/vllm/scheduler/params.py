@@ -5,9 +5,10 @@ fields are under ``kvferry``.
 """
 
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -15,14 +16,28 @@ import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.handshake import NO_ADAPTER, OURS, Adapter, Versions, agree
-from kvferry.handoff.holds import Hold, is_of_hold
-from kvferry.handoff.messages import AdapterDigest, Handle, LeaseSeconds, Name, Unsigned
-from kvferry.handoff.remote_holds import RemoteHold
+from kvferry.handoff.holds import Hold, Holds, is_of_hold
+from kvferry.handoff.messages import (
+    AdapterDigest,
+    EndPoint,
+    Handle,
+    LeaseSeconds,
+    Name,
+    Unsigned,
+)
+from kvferry.handoff.remote_holds import LeaseKeeper, RemoteHold
 from kvferry.handoff.source import Prompt
-from kvferry.handoff.wire.trust import Keys, check_host
+from kvferry.handoff.wire.trust import Keys, Trust, check_host
 from kvferry.integrations.vllm.adapters import AdapterRead, Adapters
-from kvferry.integrations.vllm.scheduler.role import EngineState
+from kvferry.integrations.vllm.scheduler.blocks import (
+    GroupShape,
+)
+from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
+from kvferry.integrations.vllm.settings import Settings
+from kvferry.integrations.vllm.step import (
+    StepMetadata,
+)
 from kvferry.layout.shard import MAX_BLOCK_SIZE, MAX_GROUPS
 
 if TYPE_CHECKING:
@@ -100,6 +115,29 @@ class PromptAdapters:
     def _may_be_stale(self, request: "Request") -> bool:
         lora = request.lora_request
         return lora is not None and self._caches_prefixes and self._adapters.may_be_stale(lora.lora_path)
+
+
+@dataclass
+class EngineState:
+    """The state of one engine. ``step`` has the orders for the next step.
+
+    ``holds_lock`` guards ``holds``, which the server's thread uses too. ``answers_at`` is set once the server runs.
+    """
+
+    settings: Settings
+    engine_id: str
+    epoch: int
+    tp_size: int
+    groups: Sequence[GroupShape]
+    caches_prefixes: bool
+    holds: Holds
+    trust: Trust
+    leases: LeaseKeeper
+    adapters: PromptAdapters
+    kept_blocks: KeptBlocks = field(default_factory=KeptBlocks)
+    holds_lock: threading.Lock = field(default_factory=threading.Lock)
+    step: StepMetadata = field(default_factory=StepMetadata)
+    answers_at: EndPoint = field(default_factory=lambda: EndPoint("127.0.0.1", 1, 0))
 
 
 def _unknown_weights(request_id: str, name: str, why: str) -> HandoffError:

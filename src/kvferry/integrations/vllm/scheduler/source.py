@@ -23,13 +23,13 @@ from kvferry.handoff.wire.bootstrap import BootstrapServer, Offer, id_in_epoch, 
 from kvferry.handoff.wire.trust import in_url
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, blocks_up_to, has_every_block, has_state, held_blocks
 from kvferry.integrations.vllm.scheduler.params import (
+    EngineState,
     PromptAdapter,
     answer_params,
     check_own_answers,
     prompt_digest,
     token_ids_of,
 )
-from kvferry.integrations.vllm.scheduler.role import EngineState
 from kvferry.integrations.vllm.scheduler.router_beacon import FORGOTTEN_SECONDS, RouterBeacon, encode_zmq_address
 from kvferry.layout.shard import CacheKind
 from kvferry.peer_log import PeerLog

@@ -1,8 +1,7 @@
 """Which blocks of a request are stored, which of them a hit needs, and how orders name them.
 
 A *stored block* holds the tokens of a whole number of the engine's blocks. A hit ends at a *boundary*: a number of
-tokens behind which each cache group has all that the next token needs. Everything here is about one request's tokens;
-which tier holds a block is not known here.
+tokens behind which each cache group has all that the next token needs. Which tier holds a block is not known here.
 """
 
 import math
