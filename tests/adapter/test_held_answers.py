@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 
 from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.source import END
-from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
+from kvferry.integrations.vllm.scheduler.blocks import KeptBlocks
 from kvferry.integrations.vllm.scheduler.source import HeldAnswers
 
 from .scheduler_requests import FULL, PROMPT, STATE, WINDOW, handle_of, let_sleep, next_step, request

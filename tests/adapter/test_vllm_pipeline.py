@@ -17,7 +17,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import EndPoint, Handle, RankEntry
 from kvferry.integrations.vllm.connector import KVFerryConnector
-from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
+from kvferry.integrations.vllm.scheduler.blocks import KeptBlocks
 from kvferry.integrations.vllm.step import FailedTurns, PromptLoad, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.versions import installed_version
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog

@@ -25,9 +25,8 @@ from kvferry.handoff.source import END, BlockList
 from kvferry.handoff.wire.client import ask
 from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
-from kvferry.integrations.vllm.scheduler.blocks import GroupShape
+from kvferry.integrations.vllm.scheduler.blocks import GroupShape, KeptBlocks
 from kvferry.integrations.vllm.scheduler.destination import LATE_SECONDS
-from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.scheduler.params import prompt_digest
 from kvferry.integrations.vllm.versions import can_name_loaded_groups
 from kvferry.layout.shard import CacheKind

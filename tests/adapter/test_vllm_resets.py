@@ -33,7 +33,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.wire.bootstrap import BootstrapQueries
 from kvferry.integrations.vllm.engine_core import ROLES, end_former_epoch
-from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
+from kvferry.integrations.vllm.scheduler.blocks import KeptBlocks
 
 from ..waits import wait_until
 from .flows import to_decode

@@ -15,8 +15,7 @@ import numpy as np
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import Reason
 from kvferry.integrations.vllm.offload_step import OffloadStatistics, StoreOrder
-from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID
-from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
+from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID, KeptBlocks
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, StoredGroup, alignment, keeps_window
 from kvferry.tiers.host_memory import HostStore

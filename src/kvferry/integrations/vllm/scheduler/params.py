@@ -31,8 +31,8 @@ from kvferry.handoff.wire.trust import Keys, Trust, check_host
 from kvferry.integrations.vllm.adapters import AdapterRead, Adapters
 from kvferry.integrations.vllm.scheduler.blocks import (
     GroupShape,
+    KeptBlocks,
 )
-from kvferry.integrations.vllm.scheduler.kept_blocks import KeptBlocks
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import (

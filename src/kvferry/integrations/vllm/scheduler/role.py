@@ -41,12 +41,12 @@ from kvferry.integrations.vllm.adapters import hear_of_loads
 from kvferry.integrations.vllm.engine_core import Engine, end_former_epoch
 from kvferry.integrations.vllm.identity import identity_of
 from kvferry.integrations.vllm.scheduler.blocks import (
+    Quarantine,
     check_filled_whole,
     groups_filled_whole,
     num_recomputed,
 )
 from kvferry.integrations.vllm.scheduler.destination import Destination
-from kvferry.integrations.vllm.scheduler.kept_blocks import Quarantine
 from kvferry.integrations.vllm.scheduler.params import EngineState, PromptAdapters, leave_last_token
 from kvferry.integrations.vllm.scheduler.source import HeldAnswers, Source, written_untold
 from kvferry.integrations.vllm.scheduler.waits import LOOK_MOST_SECONDS, StepWaits
