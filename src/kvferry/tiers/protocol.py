@@ -42,7 +42,7 @@ import numpy.typing as npt
 from kvferry.arrays import Addresses, Flags
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
-from kvferry.transport.regions import RegionTable
+from kvferry.transport.protocol import RegionTable
 
 try:
     from xxhash import xxh3_64_intdigest

@@ -10,16 +10,17 @@ from pathlib import Path
 from xxhash import xxh3_64
 
 from kvferry.errors import Reason, TierError
-from kvferry.tiers.disk.segments import LOCK_NAME, Directory, RecordHeader, SegmentFiles, SegmentShape, errors_of, neighbours, read_segment
+from kvferry.tiers.disk.runs import RUN_BYTES, thread_buffer
+from kvferry.tiers.disk.segments import (
     LOCK_NAME,
     Directory,
     RecordHeader,
     SegmentFiles,
     SegmentShape,
     errors_of,
+    neighbours,
     read_segment,
 )
-from kvferry.tiers.disk.runs import RUN_BYTES, thread_buffer
 
 NUM_READERS = 4
 

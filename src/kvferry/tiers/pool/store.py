@@ -24,8 +24,7 @@ from kvferry.errors import Reason, TierError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.tiers.pool.index import TRAILER_BYTES
 from kvferry.tiers.protocol import KEY_BYTES, BlockKey, TierCopy, checksum
-from kvferry.transport.mooncake import Greeting
-from kvferry.transport.mooncake_engine import LOOPBACK, mooncake_environment, open_engine
+from kvferry.transport.mooncake import LOOPBACK, Greeting, mooncake_environment, open_engine
 
 logger = logging.getLogger(__name__)
 
@@ -388,8 +387,6 @@ def _get_error(code: int, seconds: float) -> TierError:
         return TierError(reason, "the engine whose memory has a block cannot be reached.")
     return TierError(Reason.BLOCK_MISSING, f"the pool does not have a block (code {code}).")
 
-
-logger = logging.getLogger(__name__)
 
 MAX_ASKED = 1 << 16
 """Most blocks of one question to the master."""

@@ -30,7 +30,7 @@ from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.scheduler import offload, offload_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks
 from kvferry.tiers import local_disk
-from kvferry.tiers.disk import segments, workers
+from kvferry.tiers.disk import runs, segments
 from kvferry.tiers.lower_copies import CopySettings
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Stack
@@ -135,7 +135,7 @@ class Life:
         local_disk.RETRY_SECONDS = order["retry_seconds"]  # type: ignore[misc]
         segments.os = self.faults  # type: ignore[assignment]
         if not order["verifies"]:
-            workers.checksum = lambda *_: 0  # type: ignore[assignment]
+            runs.checksum = lambda *_: 0  # type: ignore[assignment]
         if order["fault"] is not None:
             self.faults.arm(Fault(**order["fault"]))
         # Threads do not survive a fork.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.tiers.disk.workers import memory
+from kvferry.tiers.disk.runs import memory
 from kvferry.tiers.local_disk import LocalDisk
 from kvferry.tiers.protocol import KEY_BYTES, BlockKey, Load, Slots, Store, TierCopy
 from kvferry.tiers.remote_pool import RemotePool
