@@ -1,7 +1,13 @@
-"""Which blocks of each cache group a load moves, from the lists of block ids of both engines.
+"""Blocks of requests: which a load moves, and references to those that their requests may give up.
 
 vLLM lists a request's blocks by position. A sliding window's list has the null block wherever a block has left the
 window, on the prefill side as the prompt ran, on the decode side from the start. A state's list has one block.
+
+vLLM offers to delay a request's end until every worker reports it. The engine then steps a thousand times a second
+while blocks are held, and its workers spin on the cores that compute. References in the block pool keep the blocks too,
+and the engine can sleep. :class:`Quarantine` keeps the blocks of failed requests while a peer may still write into
+them: a peer that has vanished or is stopped cannot acknowledge that it writes no more. The request fails at once; only
+its blocks wait. See docs/decisions/fences.md.
 """
 
 import logging
