@@ -129,8 +129,9 @@ def _check_source(trust: Trust | None, params: Mapping[str, Any], request_id: st
 @lru_cache(maxsize=1)  # an API server has one engine's settings
 def _trust_of(extra_config: str) -> Trust | None:
     """Return whom the engine trusts, by its settings in JSON; None where this process cannot read the keys."""
+    settings = parse_settings(json.loads(extra_config))
     try:
-        return trust_of(parse_settings(json.loads(extra_config)))
+        return trust_of(settings)
     except SettingsError as error:
         # On another host than the engine, for example. The engine checks each request again.
         logger.warning("kvferry: this API server leaves the check of signatures to its engine: %s", error)
