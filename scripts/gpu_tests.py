@@ -76,7 +76,7 @@ def _needs_second_device() -> str:
 
 
 def _needs_mooncake() -> str:
-    from kvferry.transport.mooncake_engine import is_built_with_cuda
+    from kvferry.transport.mooncake import is_built_with_cuda
 
     if reason := _needs_torch():
         return reason

@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport import mooncake_engine
+from kvferry.transport import mooncake
 from kvferry.transport.mooncake import MooncakeEndPoint, MooncakeTransport
 from kvferry.transport.protocol import Direction, Status, reach
 
@@ -102,7 +102,7 @@ def opens(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opens]:
 
     def opened(*distributions: str, version: str = VERSION) -> MooncakeTransport:
         installed = dict.fromkeys(distributions, version)
-        monkeypatch.setattr(mooncake_engine, "_installed_version", installed.get)
+        monkeypatch.setattr(mooncake, "_installed_version", installed.get)
         monkeypatch.setattr(FakeEngine, "has_cuda", distributions == (WITH_CUDA,))
         made.append(MooncakeTransport())
         return made[-1]

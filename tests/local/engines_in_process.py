@@ -25,10 +25,9 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.server import Server
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import Shard, encode_shard
+from kvferry.layout.shard import Region, Shard, encode_shard
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.request import GroupBlocks
-from kvferry.transport.protocol import Region
 
 from ..waits import wait_until
 from . import cache_memory

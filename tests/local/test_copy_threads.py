@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvferry.transport.copy_threads import CopyThreads
+from kvferry.transport.cma import CopyThreads
 
 
 @pytest.fixture

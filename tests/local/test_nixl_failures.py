@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason
+from kvferry.layout.shard import Region
 from kvferry.transport import nixl
 from kvferry.transport.nixl import NixlTransport
-from kvferry.transport.protocol import Direction, Peer, Region, Status, Transfer, reach
+from kvferry.transport.protocol import Direction, Peer, Status, Transfer, reach
 
 from ..device_memory import standin_nixl
 from ..device_memory.standin_nixl import nixlAgent

@@ -14,8 +14,7 @@ from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import CacheKind, Shard, heads_of_rank
-from kvferry.transport.protocol import Region
+from kvferry.layout.shard import CacheKind, Region, Shard, heads_of_rank
 
 from . import cache_memory
 from .engines_in_process import (

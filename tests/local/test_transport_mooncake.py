@@ -16,10 +16,10 @@ import pytest
 
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.handoff.wire.trust import Trust
-from kvferry.transport import mooncake, mooncake_engine
-from kvferry.transport.mooncake import Greeting, MooncakeEndPoint, MooncakeTransport
-from kvferry.transport.mooncake_engine import LOOPBACK
-from kvferry.transport.protocol import Direction, Region, Status, reach
+from kvferry.layout.shard import Region
+from kvferry.transport import mooncake
+from kvferry.transport.mooncake import LOOPBACK, Greeting, MooncakeEndPoint, MooncakeTransport
+from kvferry.transport.protocol import Direction, Status, reach
 
 from ..support.transport_peer import PeerProcess, pattern
 from ..support.transport_suite import Pair, many_offsets, open_pair
@@ -258,7 +258,7 @@ def test_a_full_queue_of_a_peer_gets_no_more_descriptors(pair: Pair) -> None:
     """Mooncake fails descriptors that a full queue does not take, and out of order."""
     queued = pair.transport._num_queued
     assert queued[pair.peer.name] == 0
-    queued[pair.peer.name] += mooncake_engine.MAX_QUEUED_DESCRIPTORS - mooncake.MAX_DESCRIPTORS_PER_SLICE
+    queued[pair.peer.name] += mooncake.MAX_QUEUED_DESCRIPTORS - mooncake.MAX_DESCRIPTORS_PER_SLICE
     transfer = pair.submit(Direction.READ, PIECE)
     assert pair.transport.poll(transfer) is Status.PENDING
     assert not transfer.running
@@ -299,21 +299,21 @@ def device_of(found: socket.socket) -> bytes:
 
 def test_mooncake_3151_only_loopback_reaches_the_engine_and_other_listeners_are_left_alone() -> None:
     with socket.create_server(("", 0)) as foreign:
-        before = mooncake_engine._listener_ids()
+        before = mooncake._listener_ids()
         transport = MooncakeTransport()
-        devices = [device_of(found) for identity, found in mooncake_engine._listeners() if identity not in before]
+        devices = [device_of(found) for identity, found in mooncake._listeners() if identity not in before]
         assert devices == [b"lo\0", b"lo\0"]
         assert device_of(foreign) == b""
         transport.close()
 
 
 def test_an_engine_that_cannot_be_confined_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_engine, "_INTERFACE", b"absent\0")
+    monkeypatch.setattr(mooncake, "_INTERFACE", b"absent\0")
     error = refusal(MooncakeTransport)
     assert error.reason is Reason.TRANSPORT_UNAVAILABLE
     assert "MC_TCP_BIND_ADDRESS" in error.remedy
     monkeypatch.undo()
-    monkeypatch.setattr(mooncake_engine, "_NUM_LISTENERS", 3)
+    monkeypatch.setattr(mooncake, "_NUM_LISTENERS", 3)
     assert refusal(MooncakeTransport).reason is Reason.TRANSPORT_UNAVAILABLE
 
 
@@ -335,14 +335,14 @@ def test_settings_hold_while_an_engine_starts_and_no_longer(monkeypatch: pytest.
     monkeypatch.setenv("MC_FORCE_TCP", "0")
     monkeypatch.setenv("MC_USE_TENT", "1")
     before = dict(os.environ)
-    with mooncake_engine.mooncake_environment(mooncake_engine._ENVIRONMENT):
+    with mooncake.mooncake_environment(mooncake._ENVIRONMENT):
         assert os.environ["MC_FORCE_TCP"] == "1"
         assert "MC_USE_TENT" not in os.environ
     assert dict(os.environ) == before
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mooncake_engine, "_installed_version", lambda name: "0.3.130")
+    monkeypatch.setattr(mooncake, "_installed_version", lambda name: "0.3.130")
     error = refusal(MooncakeTransport)
     assert error.reason is Reason.TRANSPORT_UNAVAILABLE
     assert "0.3.130" in error.message

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason, TransportError
+from kvferry.layout.shard import Region
 from kvferry.transport import network, nixl
 from kvferry.transport.network import THIS_HOST, Network, ucx_devices
-from kvferry.transport.nixl import SILENCE_SECONDS, NixlEndPoint, NixlTransport
-from kvferry.transport.protocol import Direction, Region, Status, reach
+from kvferry.transport.nixl import SENT_BYTES, SILENCE_SECONDS, NixlEndPoint, NixlTransport
+from kvferry.transport.protocol import Direction, Status, reach
 from kvferry.transport.registry import open_transports
-from kvferry.transport.ucx_tcp import SENT_BYTES
 
 from ..support.transport_memory import HostMemory
 from ..support.transport_peer import PeerProcess, pattern, start_peer

@@ -9,8 +9,7 @@ from kvferry.errors import Reason
 from kvferry.layout.shard import Region
 from kvferry.transport import mooncake
 from kvferry.transport.mooncake import MooncakePeer, MooncakeTransfer, MooncakeTransport
-from kvferry.transport.protocol import Direction, Status
-from kvferry.transport.regions import RegionTable
+from kvferry.transport.protocol import Direction, RegionTable, Status
 
 RUNNING, COMPLETED = 0, 1
 

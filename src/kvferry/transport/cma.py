@@ -9,16 +9,17 @@ import errno
 import io
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport.copy_threads import CopyThreads
 from kvferry.transport.end_points import (
     NONCE_BYTES,
     Nonce,
@@ -31,11 +32,12 @@ from kvferry.transport.end_points import (
     unpack_regions,
 )
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
-from kvferry.transport.regions import RangeStream
-from kvferry.transport.registered_memory import RegisteredMemoryTransport, Sides
+from kvferry.transport.registered_memory import RangeStream, RegisteredMemoryTransport, Sides
 
 logger = logging.getLogger(__name__)
 
+MAX_THREADS = 4
+"""The calling thread included. Copies are bound by memory: more cores only take time from computation."""
 MAX_RANGES_PER_CALL = 1024  # the kernel's UIO_MAXIOV, for local and for remote ranges
 # Some milliseconds of copying, so that the calling thread can do other work in between. Not less: every poll ends with
 # a wait for the interpreter, which takes about half a millisecond inside an engine.
@@ -44,6 +46,7 @@ MAX_RANGES_PER_SHARE = 8 * MAX_RANGES_PER_CALL
 # A millisecond of copying: less is not worth waking a thread.
 MIN_BYTES_PER_THREAD = 4 << 20
 
+Result = TypeVar("Result")
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
@@ -52,6 +55,56 @@ _PERMISSION_REMEDY = (
     "`sysctl kernel.yama.ptrace_scope` at 0 or 1 (it is {scope} here); or use the nixl transport."
 )
 _ARGUMENTS = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+
+
+class CopyThreads:
+    """Runs calls that release the interpreter in parallel: the last on the calling thread, which waits for all.
+
+    The threads start on first use, with the cores and the scheduling priority of the calling thread.
+
+    >>> threads = CopyThreads()
+    >>> threads.run([lambda: "one", lambda: "two"])
+    ['one', 'two']
+    >>> threads.close()
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    @property
+    def num_usable(self) -> int:
+        """The number of calls worth running in parallel: one per core of the calling thread, up to ``MAX_THREADS``."""
+        return min(MAX_THREADS, len(os.sched_getaffinity(0)))
+
+    def run(self, calls: Sequence[Callable[[], Result]]) -> list[Result]:
+        """Wait for all calls; return their results in order, or raise the error of one."""
+        *others, last = calls
+        futures: list[Future[Result]] = []
+        try:
+            futures.extend(self._started_pool().submit(call) for call in others)
+            result = last()
+        finally:
+            # The caller may reuse the memory as soon as this method raises.
+            wait(futures)
+        return [*(future.result() for future in futures), result]
+
+    def close(self) -> None:
+        """Wait for all started calls and end the threads; twice is fine."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _started_pool(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            scheduling = os.sched_getscheduler(0), os.sched_getparam(0)
+            self._pool = ThreadPoolExecutor(MAX_THREADS - 1, "kvferry-copy", _schedule, scheduling)
+        return self._pool
+
+
+def _schedule(policy: int, parameters: os.sched_param) -> None:
+    """Set the scheduling of the calling thread: a real-time thread's children do not inherit it."""
+    if os.sched_getscheduler(0) != policy:
+        os.sched_setscheduler(0, policy, parameters)
 
 
 def _bind(name: str) -> "ctypes._NamedFuncPointer":

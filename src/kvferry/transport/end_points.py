@@ -14,8 +14,7 @@ import numpy as np
 
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import HOST_DEVICE, Region
-from kvferry.transport.protocol import CUDA_DEVICE
-from kvferry.transport.regions import RegionTable
+from kvferry.transport.protocol import CUDA_DEVICE, RegionTable
 
 MAX_REGIONS = 65536
 MAX_END_POINT_BYTES = 4 << 20

@@ -8,28 +8,17 @@ used once the transfer is ``DONE``.
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from kvferry.arrays import Descriptors
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.arrays import Addresses, Descriptors, Integers
 from kvferry.errors import TransportError
 from kvferry.layout.shard import HOST_DEVICE, Region
-from kvferry.transport.regions import RegionTable
-
-__all__ = [
-    "Capabilities",
-    "Direction",
-    "Peer",
-    "Region",
-    "RegionTable",
-    "Status",
-    "Transfer",
-    "Transport",
-    "reach",
-    "reached",
-]
 
 CUDA_DEVICE = re.compile(r"cuda:([0-9]{1,3})")
 
@@ -81,6 +70,84 @@ class Capabilities:
         (True, False)
         """
         return device == HOST_DEVICE or (self.moves_device_memory and CUDA_DEVICE.fullmatch(device) is not None)
+
+
+class RegionTable:
+    """A set of regions that checks many ranges at once.
+
+    Regions that overlap count as one; on the host also those that touch, so a range may extend from one into the next.
+    On a device these are two allocations, which CUDA and network cards map one at a time: UCX asks CUDA where the
+    allocation of a region's first byte ends, and would reach nothing behind that. Host and devices of one process have
+    no address in common.
+
+    >>> table = RegionTable([Region(100, 50), Region(150, 50), Region(200, 10, "cuda:0"), Region(210, 10, "cuda:0")])
+    >>> table.regions
+    (cpu 0x64 + 100, cuda:0 0xc8 + 10, cuda:0 0xd2 + 10)
+    >>> ranges = np.array([[140, 20], [205, 5], [5, 1], [198, 4], [205, 6], [210, 10]], np.uint64)
+    >>> table.outside(*ranges.T).tolist()
+    [2, 3, 4]
+    >>> table.devices, table.device_indices(np.array([140, 205], np.uint64)).tolist()
+    (('cpu', 'cuda:0'), [0, 1])
+    """
+
+    __slots__ = ("_device_of", "_ends", "_starts", "devices", "regions")
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self.regions = tuple(_merge(regions))
+        self.devices = tuple(sorted({region.device for region in self.regions}))
+        self._starts: Addresses = np.array([region.base_address for region in self.regions], np.uint64)
+        self._ends: Addresses = np.array([_end(region) for region in self.regions], np.uint64)
+        self._device_of = np.array([self.devices.index(region.device) for region in self.regions], np.int64)
+
+    def of_device(self, device: str) -> list[Region]:
+        """Return the regions of one device."""
+        return [region for region in self.regions if region.device == device]
+
+    def device_indices(self, addresses: Addresses) -> Integers:
+        """Return for each address, which must lie inside a region, the index of its device in ``devices``."""
+        if len(self.devices) <= 1:
+            return np.zeros(len(addresses), np.int64)
+        return self._device_of[np.searchsorted(self._starts[1:], addresses, side="right")]
+
+    def device_of(self, address: int) -> str:
+        """Return the device of an address; outside of all regions, where nonces are, the host."""
+        index = int(np.searchsorted(self._starts, np.uint64(address), side="right")) - 1
+        return self.regions[index].device if index >= 0 and address < int(self._ends[index]) else HOST_DEVICE
+
+    def outside(self, addresses: Addresses, lengths: Addresses) -> npt.NDArray[np.intp]:
+        """Return the indices of the ranges that do not lie inside one region."""
+        if not len(self._starts):
+            return np.arange(len(addresses))
+        if len(self._starts) == 1:
+            starts, ends = self._starts[0], self._ends[0]
+        else:
+            nearest = np.searchsorted(self._starts[1:], addresses, side="right")
+            starts, ends = self._starts[nearest], self._ends[nearest]
+        # For an address beyond the end the subtraction wraps around, so that case has its own comparison.
+        inside = (addresses >= starts) & (addresses <= ends) & (lengths <= ends - addresses)
+        return np.flatnonzero(~inside)
+
+
+def _merge(regions: Iterable[Region]) -> list[Region]:
+    """Return ascending regions; those that overlap become one, and those of the host that touch."""
+    merged: list[Region] = []
+    for region in sorted(regions, key=lambda region: (region.base_address, region.length)):
+        last = merged[-1] if merged else None
+        if last is not None and last.device == region.device and region.base_address < _merges_before(last):
+            length = max(_end(last), _end(region)) - last.base_address
+            merged[-1] = Region(last.base_address, length, last.device)
+        else:
+            merged.append(region)
+    return merged
+
+
+def _end(region: Region) -> int:
+    return region.base_address + region.length
+
+
+def _merges_before(region: Region) -> int:
+    """Return the address before which the next region must begin to be one with this region."""
+    return _end(region) + (region.device == HOST_DEVICE)
 
 
 @dataclass(slots=True, eq=False)
