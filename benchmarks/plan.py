@@ -20,7 +20,7 @@ from kvferry.cli.console import open_console, progress
 from kvferry.cli.plan import RANK_SPACING, Blocks, EngineShape, block_ids, engine_of
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.families import alike
-from kvferry.models.layer_caches import AttentionCache
+from kvferry.models.groups import AttentionCache
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof import verify_pair
 from kvferry.plan.request import GroupBlocks

@@ -17,7 +17,7 @@ from kvferry.cli.demo_report import (
     read_transfer_log,
 )
 from kvferry.harness.launch import PromptTokens
-from kvferry.models.layer_caches import AttentionCache
+from kvferry.models.groups import AttentionCache
 
 GQA = 8, AttentionCache(num_kv_heads=4, head_size=64, itemsize=4)
 MLA = 4, AttentionCache(num_kv_heads=1, head_size=576, itemsize=4, is_latent=True)

@@ -12,7 +12,7 @@ import pytest
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.layout.shard import CacheKind
 from kvferry.models.families import BY_HAND, FAMILIES, ModelCaches, caches_of, model_caches
-from kvferry.models.layer_caches import AttentionCache
+from kvferry.models.groups import AttentionCache
 
 from .refusals import refused
 

@@ -19,8 +19,15 @@ from kvferry.layout.shard import CacheKind
 from kvferry.layout.states import gated_delta_segments, mamba2_segments
 from kvferry.models.config import ModelConfig
 from kvferry.models.families import BY_HAND, ItemSizes, ModelCaches, caches_of, layer_caches
-from kvferry.models.groups import LayerGroup, RankMemory, form_groups, model_shard, split_layers
-from kvferry.models.layer_caches import AttentionCache, StateCache
+from kvferry.models.groups import (
+    AttentionCache,
+    LayerGroup,
+    RankMemory,
+    StateCache,
+    form_groups,
+    model_shard,
+    split_layers,
+)
 
 pytest.importorskip("transformers")
 

@@ -20,9 +20,17 @@ from kvferry.layout.shard import CacheGroup, CacheKind, HeadRange, Region, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.layout.states import mamba2_segments
 from kvferry.models.families import model_caches
+from kvferry.models.groups import (
+    AttentionCache,
+    LayerCache,
+    StateCache,
+    form_groups,
+    model_shard,
+    possible_layout,
+    resolve_block_size,
+    split_layers,
+)
 from kvferry.models.groups import RankMemory as ModelRank
-from kvferry.models.groups import form_groups, model_shard, possible_layout, resolve_block_size, split_layers
-from kvferry.models.layer_caches import AttentionCache, LayerCache, StateCache
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof import verify_destination
 from kvferry.plan.request import GroupBlocks, of_rank

@@ -58,7 +58,7 @@ from kvferry.harness.tiny_models import make_tiny_model
 from kvferry.harness.virtual_hosts import VirtualHost, virtual_hosts
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.families import model_caches, uniform_cache
-from kvferry.models.layer_caches import AttentionCache
+from kvferry.models.groups import AttentionCache
 from kvferry.transport.registry import check_setting
 
 SEQUENTIAL, CONCURRENT, OFFLOAD = "sequential", "concurrent", "offload"
@@ -212,16 +212,9 @@ def send_prompts(
 
 
 def _send(url: str, prompt: Sequence[int], cache_salt: str | None) -> Answer:
-    body = {
-        "model": "model",
-        "prompt": prompt,
-        "max_tokens": OUTPUT_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    if cache_salt is not None:
-        body["cache_salt"] = cache_salt
+    body = {"model": "model", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    body |= {"cache_salt": cache_salt} if cache_salt is not None else {}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

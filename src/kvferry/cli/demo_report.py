@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.harness.launch import PromptTokens
-from kvferry.models.layer_caches import AttentionCache
+from kvferry.models.groups import AttentionCache
 from kvferry.units import format_bytes, format_rate
 
 MAX_LOG_PROBLEMS = 20

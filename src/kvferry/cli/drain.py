@@ -90,11 +90,8 @@ def ask_drain(engine: str, keys: Path | None, *, begin: bool) -> Draining:
     except HandoffError as error:
         raise HandoffError(error.reason, error.message, REMEDIES.get(error.reason, error.remedy)) from None
     if not isinstance(answer, Draining):
-        raise HandoffError(
-            Reason.PROTOCOL_MISMATCH,
-            f"{engine} answered {type(answer).__name__}.",
-            "Run the same kvferry version here and there.",
-        )
+        what = f"{engine} answered {type(answer).__name__}."
+        raise HandoffError(Reason.PROTOCOL_MISMATCH, what, "Run the same kvferry version here and there.")
     return answer
 
 
@@ -109,11 +106,8 @@ def parse_end_point(text: str) -> tuple[str, int]:
     try:
         return parse_place(text)
     except ValueError as error:
-        raise HandoffError(
-            Reason.INVALID_SETTING,
-            f"{text!r} is not HOST:PORT.",
-            f"Write the engine's address for other engines, such as 127.0.0.1:5600 or [::1]:5600. {IN_LOG}",
-        ) from error
+        remedy = f"Write the engine's address for other engines, such as 127.0.0.1:5600 or [::1]:5600. {IN_LOG}"
+        raise HandoffError(Reason.INVALID_SETTING, f"{text!r} is not HOST:PORT.", remedy) from error
 
 
 def in_words(found: Draining) -> str:

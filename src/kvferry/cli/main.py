@@ -2,7 +2,8 @@
 
 import importlib
 import sys
-from typing import Annotated, Any, ClassVar, NoReturn
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar
 
 import typer
 from typer.core import TyperGroup
@@ -48,11 +49,14 @@ class Commands(TyperGroup):
             found = getattr(importlib.import_module(module), function)
         except ModuleNotFoundError as error:
             return _without_package(cmd_name, _missing_dependency(error))
-        if isinstance(found, typer.Typer):
-            return typer.main.get_command(found)
-        single = typer.Typer(add_completion=False, rich_markup_mode=None)
-        single.command(cmd_name)(found)
-        return typer.main.get_command(single)
+        return typer.main.get_command(found) if isinstance(found, typer.Typer) else _single(cmd_name, found)
+
+
+def _single(name: str, function: Callable[..., None], **options: Any) -> Any:
+    """Return a command that is not in a group."""
+    single = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single.command(name, **options)(function)
+    return typer.main.get_command(single)
 
 
 app = typer.Typer(
@@ -86,10 +90,10 @@ def main() -> None:
     """
     try:
         app()
-    except KVFerryError as error:
-        _fail(error)
-    except ModuleNotFoundError as error:
-        _fail(_missing_dependency(error))
+    except (KVFerryError, ModuleNotFoundError) as error:
+        refusal = _missing_dependency(error) if isinstance(error, ModuleNotFoundError) else error
+        print(f"kvferry: {refusal}", file=sys.stderr)
+        sys.exit(ERROR_EXIT_CODE)
 
 
 def _missing_dependency(error: ModuleNotFoundError) -> KVFerryError:
@@ -107,14 +111,7 @@ def _without_package(name: str, error: KVFerryError) -> Any:
     def command() -> None:
         raise error
 
-    single = typer.Typer(add_completion=False, rich_markup_mode=None)
-    single.command(name, help=f"Not available: {error}", context_settings=ANY_ARGUMENTS)(command)
-    return typer.main.get_command(single)
-
-
-def _fail(error: KVFerryError) -> NoReturn:
-    print(f"kvferry: {error}", file=sys.stderr)
-    sys.exit(ERROR_EXIT_CODE)
+    return _single(name, command, help=f"Not available: {error}", context_settings=ANY_ARGUMENTS)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from kvferry.layout.shard import CacheGroup, CacheKind, Shard
 from kvferry.models.config import ITEM_SIZES
 from kvferry.models.families import ModelCaches, caches_of, layer_of
 from kvferry.models.groups import (
+    AttentionCache,
     LayerGroup,
     RankMemory,
     form_groups,
@@ -31,7 +32,6 @@ from kvferry.models.groups import (
     resolve_block_size,
     split_layers,
 )
-from kvferry.models.layer_caches import AttentionCache
 from kvferry.plan.match import ComponentHeads
 from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Planner, StridedCopy
 from kvferry.plan.proof import verify_destination, verify_pair
@@ -43,6 +43,15 @@ from kvferry.units import format_bytes
 RANK_SPACING = 1 << 44
 """Distance of the ranks' invented base addresses, far above the size of any cache."""
 MAX_RANKS = 1024
+MAX_TOKENS = 1 << 26
+ENGINE_HELP = (
+    "The {} engine, with any of: tp=2,pp=2,layout=LBHNC,block_size=32,layers=20+16 (of each pipeline stage). The "
+    "layout is BHLNC unless given."
+)
+MAX_COPIES = 6
+"""Patterns of one template in the explanation."""
+MAX_RUN_LENGTHS = 4
+"""Run lengths of one row of the table; the JSON object has all."""
 
 
 @dataclass(frozen=True)
@@ -403,7 +412,18 @@ def make_requests(
     for group in prefill.groups:
         sizes = (1, 1) if group.kind is CacheKind.STATE else (prefill.block_size, decode.block_size)
         last = 1 if group.kind is CacheKind.STATE else tokens
-        first = _first_token(group, last, sizes)
+        first = (
+            first_token_to_move(
+                num_computed_tokens=last,
+                first_token=0,
+                window=group.cache.window,
+                source_block_size=sizes[0],
+                destination_block_size=sizes[1],
+                whole_pages=False,
+            )
+            if group.cache.window
+            else 0
+        )
         nulls = [first // size for size in sizes]
         counts = [-(-last // size) - null for size, null in zip(sizes, nulls, strict=True)]
         ids = block_ids(blocks, counts[0], counts[1], seed)
@@ -415,19 +435,6 @@ def make_requests(
         named = {"source_block_ids": lists[0], "destination_block_ids": lists[1]}
         requests.append(GroupBlocks(group=group.name, first_token=first, last_token=last, **named))  # type: ignore[arg-type]
     return requests, (used[0], used[1])
-
-
-def _first_token(group: LayerGroup, tokens: int, sizes: tuple[int, int]) -> int:
-    if not group.cache.window:
-        return 0
-    return first_token_to_move(
-        num_computed_tokens=tokens,
-        first_token=0,
-        window=group.cache.window,
-        source_block_size=sizes[0],
-        destination_block_size=sizes[1],
-        whole_pages=False,
-    )
 
 
 def block_ids(blocks: Blocks, num_source: int, num_destination: int, seed: int) -> tuple[list[int], list[int]]:
@@ -459,17 +466,6 @@ def _part_neighbours(source: Any, destination: Any, generator: np.random.Generat
         for index in neighbours.tolist():
             other = int(generator.integers(len(order)))
             source[index], source[other] = source[other], source[index]
-
-
-MAX_TOKENS = 1 << 26
-ENGINE_HELP = (
-    "The {} engine, with any of: tp=2,pp=2,layout=LBHNC,block_size=32,layers=20+16 (of each pipeline stage). The "
-    "layout is BHLNC unless given."
-)
-MAX_COPIES = 6
-"""Patterns of one template in the explanation."""
-MAX_RUN_LENGTHS = 4
-"""Run lengths of one row of the table; the JSON object has all."""
 
 
 def plan(

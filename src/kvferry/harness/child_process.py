@@ -148,14 +148,8 @@ def error_of(
     ('no model', 'ended by SIGKILL', None)
     """
     try:
-        trial = subprocess.run(
-            command,
-            env={**os.environ, **(environment or {})},
-            capture_output=True,
-            text=True,
-            timeout=timeout_seconds,
-            check=False,
-        )
+        everything = {**os.environ, **(environment or {})}
+        trial = subprocess.run(command, env=everything, capture_output=True, text=True, timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         return f"did not end within {timeout_seconds:.0f} s"
     if trial.returncode < 0:

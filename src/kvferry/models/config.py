@@ -3,6 +3,7 @@
 The fields are those that the model type's configuration class makes of the file, where the transformers library is
 installed: a published file leaves out what its class fills in. Without the class, a field is read where the file has
 it, or where its family is known to leave it to vLLM's own rule; any other missing field is refused by its name.
+The library is imported only when a file is read, which takes seconds; a model's own code (``auto_map``) never runs.
 """
 
 import importlib
@@ -136,17 +137,8 @@ class ModelConfig:
         return found
 
 
-def read_config(path: Path) -> ModelConfig:
-    """Return the configuration in a file, or in the ``config.json`` of a folder.
-
-    Raises :class:`SettingsError` (``invalid-setting``) for a file that cannot be read, is too large, holds no JSON
-    object, or one that the model type's class refuses.
-    """
-    return config_of(read_fields(path))
-
-
 def config_of(fields: Mapping[str, Any]) -> ModelConfig:
-    """Return the configuration of a file's fields. Raises :class:`SettingsError` as :func:`read_config` does."""
+    """Return the configuration of a file's fields. Raises :class:`SettingsError` as :func:`read_by_class` does."""
     nested = fields.get("text_config")
     outer = {**fields, **nested} if isinstance(nested, dict) else fields
     if not outer.get("model_type"):
@@ -165,7 +157,11 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of a file, or of the ``config.json`` of a folder. Raises :class:`SettingsError`."""
+    """Return the fields of a file, or of the ``config.json`` of a folder.
+
+    Raises :class:`SettingsError` (``invalid-setting``) for a file that cannot be read, is too large, or holds no JSON
+    object.
+    """
     path, remedy = path / "config.json" if path.is_dir() else path, "Name the model's config.json."
     try:
         if not path.is_file():

@@ -16,7 +16,7 @@ from kvferry.errors import Reason
 from kvferry.layout.shard import MAX_LAYERS
 from kvferry.layout.states import gated_delta_segments, mamba1_segments, mamba2_segments
 from kvferry.models.config import ModelConfig, config_of, item_size, read_fields, refuse
-from kvferry.models.layer_caches import AttentionCache, LayerCache, StateCache
+from kvferry.models.groups import AttentionCache, LayerCache, StateCache
 
 HINTS = re.compile(
     "window|sliding|swa_|layer_types|layers?_block|block_(types?|configs)|attention_(interval|chunk)|attn_type|global_head"
@@ -190,6 +190,11 @@ def _types(config: ModelConfig, family: Family, num_layers: int, otherwise: str)
     return ["full_attention" if (layer + 1) % every == 0 else otherwise for layer in range(num_layers)]
 
 
+def _given_types(config: ModelConfig, num_layers: int) -> list[str]:
+    types = config.layer_types(num_layers)
+    return config.refuse_missing("layer_types") if types is None else types
+
+
 def _gpt_oss(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
     """Return layers of which vLLM lets every other one slide, whatever ``layer_types`` says."""
     num_layers = _num_layers(config)
@@ -220,9 +225,7 @@ def _latent(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCache
 
 def _granite_hybrid(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
     num_layers = _num_layers(config)
-    types = config.layer_types(num_layers)
-    if types is None:
-        config.refuse_missing("layer_types")
+    types = _given_types(config, num_layers)
     attention = (_attention(config, family, sizes),)
     if all(_is_full(kind, STATE) for kind in types):
         return [attention] * num_layers
@@ -286,9 +289,7 @@ def _nemotron_h(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerC
 
 def _jamba(config: ModelConfig, family: Family, sizes: ItemSizes) -> LayerCaches:
     num_layers = _num_layers(config)
-    types = config.layer_types(num_layers)
-    if types is None:
-        config.refuse_missing("layer_types")
+    types = _given_types(config, num_layers)
     intermediate = config.number("mamba_expand") * config.number("hidden_size")
     state = StateCache(
         split=mamba1_segments,
@@ -379,13 +380,7 @@ FAMILIES = {
     "llama": _of(_plain, "LlamaForCausalLM", _HEADS, _HEAD_SIZE, *_NO_WINDOW),
     "minimax_m2": _of(_plain, "MiniMaxM2ForCausalLM", *_NO_WINDOW, understood=_MINIMAX),
     "mistral": _of(_plain, "MistralForCausalLM Mistral3ForConditionalGeneration", _HEAD_SIZE, "layer_types"),
-    "mixtral": _of(
-        _plain,
-        "MixtralForCausalLM MiniMaxM2ForCausalLM",
-        _HEAD_SIZE,
-        *_NO_WINDOW,
-        understood=_MINIMAX,
-    ),
+    "mixtral": _of(_plain, "MixtralForCausalLM MiniMaxM2ForCausalLM", _HEAD_SIZE, *_NO_WINDOW, understood=_MINIMAX),
     "nemotron_h": _of(
         _nemotron_h,
         "NemotronHForCausalLM",
