@@ -165,7 +165,7 @@ class Server:
         self.stop()
 
     def metrics(self) -> dict[str, float]:
-        """Return the server's current metrics; see :func:`engine_metrics.scrape_metrics`."""
+        """Return the server's current metrics; see :func:`scrape_metrics`."""
         return scrape_metrics(self.url)
 
     def is_ready(self) -> bool:
