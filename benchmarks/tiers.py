@@ -314,7 +314,7 @@ def look_up_rows(directory: Path, repeat: int) -> list[Row]:
     calls: dict[str, Callable[[], Any]] = {
         "host memory": lambda: host.look_up(keys),
         "disk": lambda: disk.look_up(keys),
-        "stack of both": lambda: stack.look_up(keys, 0.0),
+        "stack of both": lambda: stack.locate(keys, 0.0),
     }
     seconds = {name: min(timed(call) for _ in range(5 * repeat)) for name, call in calls.items()}
     disk.close()

@@ -44,7 +44,6 @@ asking a master that has died: the heartbeat, a new connection and the unmount t
 the interpreter stands still meanwhile, so that a shorter wait ends no sooner."""
 
 Answer = TypeVar("Answer")
-AnyCopy = TypeVar("AnyCopy", Load, Store)
 
 
 class GuardedTier:

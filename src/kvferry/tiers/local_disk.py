@@ -59,11 +59,8 @@ from kvferry.tiers.protocol import (
     Store,
     TierCopy,
     check_batch,
-    check_completes,
-    check_slots,
-    closed_error,
 )
-from kvferry.tiers.workers import Task, Workers
+from kvferry.tiers.workers import Task, ThreadedTier, Workers
 from kvferry.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -107,7 +104,7 @@ class DiskStore(Store):
     is_completed: bool = False
 
 
-class LocalDisk:
+class LocalDisk(ThreadedTier[DiskLoad, DiskStore]):
     """The disk tier in ``directory``, for slots of the host slab at ``region``. One owner at a time.
 
     Raises :class:`TierError`: ``tier-in-use`` for a directory that another tier has open, ``permission-denied`` for one
@@ -142,23 +139,16 @@ class LocalDisk:
         if usable_bytes < RESERVED_BYTES:
             asked = f"a disk tier of {capacity_bytes} bytes has no room for blocks."
             raise TierError(Reason.INVALID_SETTING, asked, f"Give it at least {2 * RESERVED_BYTES} bytes.")
-        self._capabilities = Capabilities("local_disk", capacity_bytes, survives_close=True)
-        self._region = region
+        super().__init__(Capabilities("local_disk", capacity_bytes, survives_close=True), region)
         self._stall_seconds = stall_seconds
         self._directory, self._lock = open_directory(directory)
         self._space = Space(usable_bytes, min(segment_bytes or _segment_bytes(usable_bytes), usable_bytes))
         self._files: dict[Segment, SegmentFiles] = {}
         self._refused: Counter[Reason] = Counter()
-        self._loads: set[DiskLoad] = set()
-        self._stores: set[DiskStore] = set()
         self._being_stored: set[BlockKey] = set()
-        self._ended: list[TierCopy] = []
         self._performed: deque[Task] = deque()
         self._done: deque[Task] = deque()
-        self._failures: Counter[Reason] = Counter()
-        self._num_evicted = 0
         self._grow_again_at = 0.0
-        self._is_closed = False
         try:
             self._recover()
             self._workers = Workers("kvferry-disk", self._performed, num_threads=num_threads)
@@ -167,18 +157,14 @@ class LocalDisk:
             raise
 
     @property
-    def capabilities(self) -> Capabilities:
-        """The disk tier; its capacity counts ``st_blocks`` of the directory and all of its files."""
-        return self._capabilities
-
-    @property
     def num_emptied(self) -> int:
         """0: what a disk loses is noticed block by block, when it is read."""
         return 0
 
     def look_up(self, keys: Sequence[BlockKey]) -> Presences:
         """Return a presence for each key, from memory; all are absent while the disk hangs."""
-        self._check(keys)
+        self._check_open()
+        check_batch(keys)
         held, being_stored = self._space.held, self._being_stored
         if self._hangs():
             return np.full(len(keys), Presence.ABSENT, np.uint8)
@@ -210,13 +196,8 @@ class LocalDisk:
 
     def complete_load(self, load: Load) -> None:
         """End the pins."""
-        self._check_open()
-        check_completes(load, self._loads)
-        assert isinstance(load, DiskLoad)
-        self._loads.remove(load)
-        for record in load.records.values():
+        for record in self._taken_out(load, self._loads).records.values():
             self._space.unpin(record)
-        self._failures.update(load.failures)
 
     def prepare_store(self, keys: Sequence[BlockKey], slots: Slots) -> DiskStore:
         """Reserve cells and queue the writes of the slots."""
@@ -249,30 +230,19 @@ class LocalDisk:
 
     def complete_store(self, store: Store) -> None:
         """Make the blocks that have landed visible, and queue the writes of their headers."""
-        self._check_open()
-        check_completes(store, self._stores)
-        assert isinstance(store, DiskStore)
-        self._stores.remove(store)
-        store.is_completed = True
-        self._failures.update(store.failures)
+        taken = self._taken_out(store, self._stores)
+        taken.is_completed = True
         landed: dict[Segment, list[Record]] = {}
-        for index, record in sorted(store.records.items(), reverse=True):  # the first block of a prefix goes last
+        for index, record in sorted(taken.records.items(), reverse=True):  # the first block of a prefix goes last
             self._being_stored.discard(record.key)
-            if store.landed[index]:
+            if taken.landed[index]:
                 self._space.publish(record)
                 landed.setdefault(record.segment, []).append(record)
-            elif index in store.finished:
+            elif index in taken.finished:
                 self._space.give_back(record)
         self._workers.submit(
             [HeaderWrite(self._files[segment], sorted(records, key=cell_of)) for segment, records in landed.items()]
         )
-
-    def cancel(self, copy: TierCopy) -> None:
-        """End a copy at once. A thread that still reads or writes for it touches no slot of it any more."""
-        self._check_open()
-        if not copy.has_ended and (copy in self._loads or copy in self._stores):
-            assert isinstance(copy, DiskLoad | DiskStore)
-            self._give_up(copy, TierError(Reason.ABORTED, "the copy was cancelled."))
 
     def poll(self) -> list[TierCopy]:
         """Take what the threads have done; give up the copies that they hang in."""
@@ -288,8 +258,7 @@ class LocalDisk:
                 self._give_up(copy, self._stalled_error())
         if time.monotonic() >= self._grow_again_at:
             self._space.may_grow = True
-        ended, self._ended = self._ended, []
-        return ended
+        return self._take_ended()
 
     def snapshot(self) -> dict[str, Any]:
         """Return the counts that every tier has, and those of the disk.
@@ -302,13 +271,10 @@ class LocalDisk:
             "num_blocks": len(space.held),
             "num_bytes": space.occupied_bytes + RESERVED_BYTES,
             "num_pinned": space.num_pinned,
-            "num_loads": len(self._loads),
-            "num_stores": len(self._stores),
+            **self._counts(),
             "num_segments": len(space.segments),
-            "num_evicted": self._num_evicted,
             "num_waiting": self._workers.num_waiting,
             "num_stalled": len(self._workers.stalled(self._stall_seconds)),
-            "failures": {reason.value: count for reason, count in self._failures.items()},
             "refused": {reason.value: count for reason, count in self._refused.items()},
         }
 
@@ -454,10 +420,6 @@ class LocalDisk:
             copy.finished.update(index for run in copy.runs if run in revoked for index in run.indices)
         self._end(copy, error)
 
-    def _end(self, copy: TierCopy, error: TierError | None = None) -> None:
-        copy.end(error)
-        self._ended.append(copy)
-
     def _forget(self, record: Record) -> None:
         """Hold a record no longer, here and on disk."""
         if record.is_held:
@@ -482,23 +444,9 @@ class LocalDisk:
         return TierError(Reason.DEADLINE_EXCEEDED, message, "Is the disk failing?")
 
     def _full_error(self) -> TierError:
-        capacity = format_bytes(self._capabilities.capacity_bytes)
+        capacity = format_bytes(self.capabilities.capacity_bytes)
         message = f"no room for a block in {self._directory.path}: all of its {capacity} are in use."
         return TierError(Reason.TIER_FULL, message, "Give the disk tier more bytes.")
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise closed_error()
-
-    def _check(self, keys: Sequence[BlockKey]) -> None:
-        self._check_open()
-        check_batch(keys)
-
-    def _check_slots(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
-        """Check the arguments of ``prepare_*`` and return the lengths of the slots."""
-        self._check_open()
-        check_slots(keys, slots, self._region)
-        return [int(length) for length in slots.lengths]
 
 
 def open_directory(path: Path, *, of_anybody: bool = False) -> tuple[Directory, int]:

@@ -15,7 +15,7 @@ the pool has no more is a miss: its engine has ended, or the master has evicted 
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -26,7 +26,7 @@ import numpy as np
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
 from kvferry.tiers.pool.index import PoolIndex
-from kvferry.tiers.pool.store import CANCELLED, Ask, PoolState, PoolStore, Read, Removal, Transfer, Write, import_store
+from kvferry.tiers.pool.store import Ask, PoolState, PoolStore, Read, Removal, Transfer, Write, import_store
 from kvferry.tiers.protocol import (
     CLOSE_SECONDS,
     KEY_BYTES,
@@ -39,12 +39,9 @@ from kvferry.tiers.protocol import (
     Store,
     TierCopy,
     check_batch,
-    check_completes,
-    check_slots,
-    closed_error,
 )
 from kvferry.tiers.slab_memory import available_bytes
-from kvferry.tiers.workers import Task, Workers
+from kvferry.tiers.workers import CANCELLED, Task, ThreadedTier, Workers
 from kvferry.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -80,7 +77,7 @@ class PoolStoring(Store):
     generation: int = 0
 
 
-class RemotePool:
+class RemotePool(ThreadedTier[PoolLoad, PoolStoring]):
     """The pool tier at the master ``master`` ("host:port"), for slots of the host slab at ``region``.
 
     ``share_bytes`` of this process's memory are lent to the pool until ``close``. On loopback, unless
@@ -93,18 +90,11 @@ class RemotePool:
 
     def __init__(self, master: str, share_bytes: int, region: Region) -> None:
         check_pool(master, share_bytes)
-        self._capabilities = Capabilities("remote_pool", share_bytes)
-        self._region = region
+        super().__init__(Capabilities("remote_pool", share_bytes), region)
         self._index = PoolIndex(int(USABLE_SHARE * share_bytes))
-        self._loads: set[PoolLoad] = set()
-        self._stores: set[PoolStoring] = set()
-        self._ended: list[TierCopy] = []
         self._done: deque[Task] = deque()
         self._to_remove: list[BlockKey] = []
         """Blocks whose removal waits until the pool can be reached."""
-        self._failures: Counter[Reason] = Counter()
-        self._num_evicted = 0
-        self._is_closed = False
         self._store = PoolStore(master, share_bytes, region, num_threads=NUM_LOAD_THREADS + 1)
         self._store.renew()
         self._state = PoolState()
@@ -114,11 +104,6 @@ class RemotePool:
         self._note_state()
         if not self._state.is_reachable:
             logger.warning("the pool's master at %s does not answer; no block is shared until it does", master)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The pool tier; its capacity is the memory that this engine lends."""
-        return self._capabilities
 
     @property
     def num_emptied(self) -> int:
@@ -166,12 +151,7 @@ class RemotePool:
 
     def complete_load(self, load: Load) -> None:
         """End the pins."""
-        self._check_open()
-        check_completes(load, self._loads)
-        assert isinstance(load, PoolLoad)
-        self._loads.remove(load)
-        self._index.unpin(load.pinned)
-        self._failures.update(load.failures)
+        self._index.unpin(self._taken_out(load, self._loads).pinned)
 
     def prepare_store(self, keys: Sequence[BlockKey], slots: Slots) -> PoolStoring:
         """Reserve room in this engine's share and queue the writes of the slots."""
@@ -202,17 +182,13 @@ class RemotePool:
 
     def complete_store(self, store: Store) -> None:
         """Make the blocks that have landed visible; those that must not stay are removed from the pool."""
-        self._check_open()
-        check_completes(store, self._stores)
-        assert isinstance(store, PoolStoring)
-        self._stores.remove(store)
-        self._failures.update(store.failures)
-        write, now = store.transfer, time.monotonic()
-        is_current = store.generation == self._state.num_emptied
+        taken = self._taken_out(store, self._stores)
+        write, now = taken.transfer, time.monotonic()
+        is_current = taken.generation == self._state.num_emptied
         unwanted: list[BlockKey] = []
-        for i, key in sorted(store.reserved.items(), reverse=True):  # the first block of a prefix goes last
+        for i, key in sorted(taken.reserved.items(), reverse=True):  # the first block of a prefix goes last
             existed = isinstance(write, Write) and i in write.existed
-            if store.landed[i] and is_current and not existed:
+            if taken.landed[i] and is_current and not existed:
                 self._index.publish(key)
                 continue
             self._index.give_back(key, is_held_by_another=existed and is_current, now=now)
@@ -224,13 +200,6 @@ class RemotePool:
                 unwanted.append(key)
         self._remove(unwanted)
 
-    def cancel(self, copy: TierCopy) -> None:
-        """Give a copy up: at once where no thread has begun it, else it ends with its call of Mooncake."""
-        self._check_open()
-        if not copy.has_ended and (copy in self._loads or copy in self._stores):
-            assert isinstance(copy, PoolLoad | PoolStoring)
-            self._give_up(copy, CANCELLED)
-
     def poll(self) -> list[TierCopy]:
         """Take what the threads have done."""
         self._check_open()
@@ -241,8 +210,7 @@ class RemotePool:
         self._index.expire(now)
         if self._to_remove and self._is_reachable():
             self._retry_removals()
-        ended, self._ended = self._ended, []
-        return ended
+        return self._take_ended()
 
     def snapshot(self) -> dict[str, Any]:
         """Return the counts that every tier has, and those of the pool.
@@ -255,13 +223,10 @@ class RemotePool:
             "num_blocks": len(self._index.own),
             "num_bytes": self._index.used_bytes,
             "num_pinned": self._index.num_pinned,
-            "num_loads": len(self._loads),
-            "num_stores": len(self._stores),
-            "num_evicted": self._num_evicted,
+            **self._counts(),
             "num_waiting": sum(queue.num_waiting for queue in (self._writes, self._reads)),
             "is_reachable": self._is_reachable(),
             "num_emptied": self._state.num_emptied,
-            "failures": {reason.value: count for reason, count in self._failures.items()},
         }
 
     def close(self) -> None:
@@ -370,10 +335,6 @@ class RemotePool:
         if is_own or reason in _NOT_WHAT_IT_SAYS:
             self._remove([key])
 
-    def _end(self, copy: TierCopy, error: TierError | None = None) -> None:
-        copy.end(error)
-        self._ended.append(copy)
-
     def _remove(self, keys: Sequence[BlockKey]) -> None:
         """Let blocks go from the pool, before anything that is stored from now on."""
         if keys:
@@ -410,19 +371,9 @@ class RemotePool:
     # checks
 
     def _full_error(self) -> TierError:
-        share = format_bytes(self._capabilities.capacity_bytes)
+        share = format_bytes(self.capabilities.capacity_bytes)
         message = f"no room for a block in this engine's share of the pool: all of its {share} are in use."
         return TierError(Reason.TIER_FULL, message, "Give the pool more bytes.")
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise closed_error()
-
-    def _check_slots(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
-        """Check the arguments of ``prepare_*`` and return the lengths of the slots."""
-        self._check_open()
-        check_slots(keys, slots, self._region)
-        return [int(length) for length in slots.lengths]
 
 
 def check_pool(master: str, share_bytes: int) -> None:

@@ -7,9 +7,8 @@ signal in the middle of a copy. Size seals let nobody cut the file under a mappi
 The owner puts the file into huge pages with ``MADV_COLLAPSE``; the kernel setting ``shmem_enabled=never``, which is the
 default, refuses ``MADV_HUGEPAGE`` for a memfd, not ``MADV_COLLAPSE``. A huge page is made from one small page and 511
 holes, and the holes are filled afterwards only where there is no huge page: to allocate all small pages first takes
-several times as long. Whether it worked is read from ``ShmemPmdMapped`` in ``/proc/self/smaps``, in
-:attr:`SlabMemory.huge_bytes`. Ranks that attach later map the same huge pages, since every mapping begins at a multiple
-of 2 MiB.
+several times as long. ``ShmemPmdMapped`` in ``/proc/self/smaps`` shows whether it worked. Ranks that attach later map
+the same huge pages, since every mapping begins at a multiple of 2 MiB.
 """
 
 import ctypes
@@ -127,19 +126,6 @@ class SlabMemory:
         """What a rank needs to attach."""
         inode = os.fstat(self._file_descriptor).st_ino
         return SlabHandle(os.getpid(), self._file_descriptor, inode, self.region.length)
-
-    @property
-    def huge_bytes(self) -> int:
-        """The bytes of this mapping that lie in huge pages, as the kernel counts them. Reads ``/proc/self/smaps``."""
-        begin = f"{self.region.base_address:x}-"
-        with open("/proc/self/smaps") as lines:
-            for line in lines:
-                if line.startswith(begin):
-                    break
-            for line in lines:
-                if line.startswith("ShmemPmdMapped:"):
-                    return int(line.split()[1]) * 1024
-        return 0
 
     def close(self) -> None:
         """Unmap the slab; nobody may use its addresses any more. Twice is fine."""

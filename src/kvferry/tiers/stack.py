@@ -32,7 +32,7 @@ from kvferry.tiers.guarded_tier import MAX_CLOSE_SECONDS
 from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore, Journal
 from kvferry.tiers.load_rule import CopyTimes
 from kvferry.tiers.lower_copies import Chunk, CopySettings, LowerCopies
-from kvferry.tiers.protocol import BlockKey, LowerTier, Presence, Presences
+from kvferry.tiers.protocol import BlockKey, LowerTier, Presence
 
 PREFETCH_SHARE = 0.25
 """Share of host memory that queued and running prefetches may fill."""
@@ -73,7 +73,7 @@ class _Asker:
 class Stack:
     """Host memory and its lower tiers, the quickest first.
 
-    A request's way: :meth:`look_up`, :meth:`ask` until there is a promise, :meth:`begin_load`, :meth:`complete_load`;
+    A request's way: :meth:`locate`, :meth:`ask` until there is a promise, :meth:`begin_load`, :meth:`complete_load`;
     and :meth:`drop` wherever it leaves that way. A step's way: :meth:`prepare_store`, :meth:`land` for each part.
 
     >>> from kvferry.layout.dense import shard_for
@@ -134,20 +134,6 @@ class Stack:
         return sum(copies.num_ended for copies in self._lower)
 
     # Requests.
-
-    def look_up(self, keys: Sequence[BlockKey], now: float) -> Presences:
-        """Return whether any tier holds each block; what a lower tier is bringing is held.
-
-        Pins and promises nothing: an adapter finds with it which blocks are worth asking for.
-        """
-        found = self._host.look_up(keys)
-        for copies in self._lower:
-            places = np.flatnonzero(found != Presence.HELD)
-            if not len(places):
-                break
-            answers = copies.look_up([keys[place] for place in places.tolist()], now)
-            found[places] = np.where(answers == Presence.ABSENT, found[places], answers)
-        return found
 
     def locate(self, keys: Sequence[BlockKey], now: float) -> Integers:
         """Return where each block would be loaded from: 0 for host memory, ``i`` for lower tier ``i``, counted from 1.

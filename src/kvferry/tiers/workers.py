@@ -1,10 +1,32 @@
-"""The threads of a lower tier. They move bytes and decide nothing: a task keeps what came of it for the tier."""
+"""What lower tiers with threads have in common: the threads, and the copies that are open.
+
+The threads move bytes and decide nothing: a task keeps what came of it for the tier.
+"""
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
+
+from kvferry.errors import Reason, TierError
+from kvferry.layout.shard import Region
+from kvferry.tiers.protocol import (
+    BlockKey,
+    Capabilities,
+    Load,
+    Slots,
+    Store,
+    TierCopy,
+    check_completes,
+    check_slots,
+    closed_error,
+)
+
+CANCELLED = TierError(Reason.ABORTED, "the copy was cancelled.")
+AnyCopy = TypeVar("AnyCopy", bound=TierCopy)
+AnyLoad = TypeVar("AnyLoad", bound=Load)
+AnyStore = TypeVar("AnyStore", bound=Store)
 
 
 class Task(Protocol):
@@ -117,3 +139,60 @@ class Workers:
             task = queue.popleft()
             self._busy[index] = (time.monotonic(), task)
             return task
+
+
+class ThreadedTier(Generic[AnyLoad, AnyStore]):
+    """The open copies of a lower tier; a tier says in ``_give_up`` how a copy ends early."""
+
+    def __init__(self, capabilities: Capabilities, region: Region) -> None:
+        self.capabilities = capabilities
+        self._region = region
+        self._loads: set[AnyLoad] = set()
+        self._stores: set[AnyStore] = set()
+        self._ended: list[TierCopy] = []
+        self._failures: Counter[Reason] = Counter()
+        self._num_evicted = 0
+        self._is_closed = False
+
+    def cancel(self, copy: TierCopy) -> None:
+        """Give a copy up; see the tier's docstring for when it ends."""
+        self._check_open()
+        if not copy.has_ended and (copy in self._loads or copy in self._stores):
+            self._give_up(copy, CANCELLED)
+
+    def _give_up(self, copy: Any, error: TierError) -> None:
+        raise NotImplementedError
+
+    def _end(self, copy: TierCopy, error: TierError | None = None) -> None:
+        copy.end(error)
+        self._ended.append(copy)
+
+    def _taken_out(self, copy: TierCopy, open_copies: set[AnyCopy]) -> AnyCopy:
+        """Return an ended copy, which is not open any more."""
+        self._check_open()
+        check_completes(copy, open_copies)
+        open_copies.remove(copy)  # type: ignore[arg-type]
+        self._failures.update(copy.failures)
+        return copy  # type: ignore[return-value]
+
+    def _take_ended(self) -> list[TierCopy]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _counts(self) -> dict[str, Any]:
+        return {
+            "num_loads": len(self._loads),
+            "num_stores": len(self._stores),
+            "num_evicted": self._num_evicted,
+            "failures": {reason.value: count for reason, count in self._failures.items()},
+        }
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise closed_error()
+
+    def _check_slots(self, keys: Sequence[BlockKey], slots: Slots) -> list[int]:
+        """Check the arguments of ``prepare_*`` and return the lengths of the slots."""
+        self._check_open()
+        check_slots(keys, slots, self._region)
+        return [int(length) for length in slots.lengths]

@@ -39,6 +39,10 @@ class Run:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
 
+    def perform(self) -> None:
+        """Move the blocks."""
+        raise NotImplementedError
+
     def end(self) -> None:
         """Make sure that no slot is touched from now on; waits for at most one copy of the run in memory."""
         with self.lock:

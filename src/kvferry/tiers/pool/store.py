@@ -24,6 +24,7 @@ from kvferry.errors import Reason, TierError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.tiers.pool.index import TRAILER_BYTES
 from kvferry.tiers.protocol import KEY_BYTES, BlockKey, TierCopy, checksum
+from kvferry.tiers.workers import CANCELLED
 from kvferry.transport.mooncake import LOOPBACK, Greeting, mooncake_environment, open_engine
 
 logger = logging.getLogger(__name__)
@@ -390,7 +391,6 @@ def _get_error(code: int, seconds: float) -> TierError:
 
 MAX_ASKED = 1 << 16
 """Most blocks of one question to the master."""
-CANCELLED = TierError(Reason.ABORTED, "the copy was cancelled.")
 
 
 @dataclass(slots=True, eq=False)
