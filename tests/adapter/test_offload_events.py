@@ -16,8 +16,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvferry.integrations.vllm.scheduler import offload_events
 from kvferry.layout.shard import Region
-from kvferry.tiers.guarded_tier import MAX_RAISED
 from kvferry.tiers.host_memory import Change
+from kvferry.tiers.lower_copies import MAX_RAISED
 from kvferry.tiers.protocol import BlockKey, Load, Slots
 
 from ..support.dictionary_tier import DictionaryTier

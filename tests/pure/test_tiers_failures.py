@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import Reason, TierError
-from kvferry.tiers import guarded_tier
+from kvferry.tiers import lower_copies
 from kvferry.tiers import stack as stack_module
 from kvferry.tiers.disk import runs
 from kvferry.tiers.host_memory import Change, HostMemory
@@ -42,7 +42,7 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(autouse=True)
 def _busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that closes a tier may get no core for a while."""
-    monkeypatch.setattr(guarded_tier, "QUICK_SECONDS", 20.0)
+    monkeypatch.setattr(lower_copies, "QUICK_SECONDS", 20.0)
 
 
 def let_raise(tier: object, verb: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_tier_that_keeps_raising_is_closed_and_gives_back_all(
     monkeypatch.undo()
     found = engine.stack.snapshot(engine.now)["lower"]["disk"]
     assert (found["promotions"], found["writes"], found["stuck_blocks"], found["blocks_to_write"]) == ([], [], 0, 0)
-    assert len([record for record in caplog.records if "disk" in record.message]) <= guarded_tier.MAX_RAISED + 2
+    assert len([record for record in caplog.records if "disk" in record.message]) <= lower_copies.MAX_RAISED + 2
     engine.settle()
     assert engine.answer("b", 1, 2) == [1, 2], "from the pool"
     engine.stack.drop("b")
@@ -126,7 +126,7 @@ def test_slots_of_a_copy_that_was_begun_and_not_returned_are_kept_until_the_tier
 ) -> None:
     """Its threads may still write into the slots: given back, they would put these bytes into other blocks."""
     engine.only_below(1, 2)
-    monkeypatch.setattr(guarded_tier, "QUICK_SECONDS", 0.01)
+    monkeypatch.setattr(lower_copies, "QUICK_SECONDS", 0.01)
     prepare, close = getattr(engine.disk, verb), engine.disk.close
     may_close = threading.Event()
 
@@ -212,7 +212,7 @@ def test_a_block_that_could_not_be_loaded_is_gone_also_where_the_tier_must_ask(
 
 
 def test_a_failure_now_and_then_sets_no_tier_aside(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for turn in range(3 * guarded_tier.MAX_RAISED):
+    for turn in range(3 * lower_copies.MAX_RAISED):
         with monkeypatch.context() as patch:
             let_raise(engine.disk, "poll", OSError("now and then"), patch)
             engine.step()
@@ -220,7 +220,7 @@ def test_a_failure_now_and_then_sets_no_tier_aside(engine: Engine, monkeypatch: 
         engine.store(turn)
         engine.settle()
     assert not engine.stack.snapshot(engine.now)["lower"]["disk"]["is_set_aside"]
-    assert engine.failures("disk") == {"tier-failed": 3 * guarded_tier.MAX_RAISED}
+    assert engine.failures("disk") == {"tier-failed": 3 * lower_copies.MAX_RAISED}
 
 
 # The end.

@@ -11,9 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvferry.errors import Reason, TierError
 from kvferry.tiers.eviction import Eviction
-from kvferry.tiers.guarded_tier import MAX_RAISED
 from kvferry.tiers.host_memory import HostMemory, HostStore
-from kvferry.tiers.lower_copies import CopySettings
+from kvferry.tiers.lower_copies import MAX_RAISED, CopySettings
 from kvferry.tiers.protocol import BlockKey, Presence
 from kvferry.tiers.slab_memory import SlabMemory
 from kvferry.tiers.stack import Promise, Stack

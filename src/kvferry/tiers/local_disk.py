@@ -69,7 +69,7 @@ NUM_THREADS = 4
 STALL_SECONDS = 5.0
 RETRY_SECONDS = 30.0
 """How long the tier makes no other segment after one could not be made. Reads and writes of its blocks go on: so this
-is not the suspension of :mod:`~kvferry.tiers.guarded_tier`, which leaves all of a tier alone."""
+is not the suspension of :mod:`~kvferry.tiers.lower_copies`, which leaves all of a tier alone."""
 RESERVED_BYTES = 16 * PAGE_BYTES
 """For the directory, the lock file and their growth."""
 _ROOT = 0

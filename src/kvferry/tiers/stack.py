@@ -28,10 +28,9 @@ import numpy as np
 
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import Reason, TierError
-from kvferry.tiers.guarded_tier import MAX_CLOSE_SECONDS
 from kvferry.tiers.host_memory import HostLoad, HostMemory, HostStore, Journal
 from kvferry.tiers.load_rule import CopyTimes
-from kvferry.tiers.lower_copies import Chunk, CopySettings, LowerCopies
+from kvferry.tiers.lower_copies import MAX_CLOSE_SECONDS, Chunk, CopySettings, LowerCopies
 from kvferry.tiers.protocol import BlockKey, LowerTier, Presence
 
 PREFETCH_SHARE = 0.25
