@@ -35,7 +35,7 @@ from .offload_engine import Engine, make_config
 
 def connector_of(worker: Mock) -> Any:
     connector: Any = object.__new__(KVFerryOffloadConnector)
-    connector._scheduler_role, connector._worker_role = None, worker
+    connector._worker = connector._side = worker
     connector._connector_metadata, connector._idle_steps, connector._ranks = None, IdleSteps(), None
     worker.take_finished.return_value = (set(), set())
     worker.take_report.return_value = worker.take_statistics.return_value = None

@@ -47,7 +47,7 @@ def ranks() -> Iterator[rank_tests.Engine]:
 
 def connector_of(rank: worker_offload.OffloadWorker) -> KVFerryOffloadConnector:
     connector = object.__new__(KVFerryOffloadConnector)
-    connector._worker_role, connector._scheduler_role = rank, None
+    connector._worker = connector._side = rank
     connector._idle_steps, connector._connector_metadata = IdleSteps(), None
     return connector
 

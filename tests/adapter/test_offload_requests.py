@@ -27,7 +27,7 @@ from vllm.v1.request import RequestStatus
 
 from kvferry.errors import Reason, SettingsError, TierError
 from kvferry.integrations.vllm.offload_names import BlockNames
-from kvferry.integrations.vllm.offload_step import RankReport
+from kvferry.integrations.vllm.offload_step import OffloadStatistics, RankReport
 from kvferry.integrations.vllm.scheduler import stored_blocks
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.offload_stores import Stores
@@ -546,7 +546,7 @@ def test_a_stored_block_of_which_a_part_has_left_its_window_is_not_stored() -> N
     groups = stored_groups([GroupShape(CacheKind.SLIDING_WINDOW, 16, 40)], 32, 16)
     blocks = RequestBlocks(groups, BlockNames(bytes(14), {}))
     blocks.update([bytes([number]) * 32 for number in range(8)])
-    stores = Stores(groups, 1, 0, count(1), Counter(), None)
+    stores = Stores(groups, 1, 0, count(1), Counter(), OffloadStatistics(), None)
     stores.max_kept = 100
     stack: Any = SimpleNamespace(is_missing=lambda keys: np.ones(len(keys), np.bool_))
     request: Any = SimpleNamespace(num_prompt_tokens=128)

@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvferry.errors import Reason
 from kvferry.integrations.vllm.offload_names import BlockNames
-from kvferry.integrations.vllm.offload_step import StoreOrder
+from kvferry.integrations.vllm.offload_step import OffloadStatistics, StoreOrder
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
 from kvferry.integrations.vllm.scheduler.offload_stores import Stores
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, stored_groups
@@ -65,8 +64,8 @@ class Storing:
         shard = rank_shard([0] * num_groups, 2, 0, 1)
         sizes = {str(number): host_blocks for number in range(num_groups)}
         self.stack = Stack(HostMemory(slab_shard([shard], sizes, base_address=1 << 30)))
-        self.pool = Pool()
-        self.stores = Stores(self.groups, num_ranks, 0, count(1), Counter(), None)
+        self.pool, self.statistics = Pool(), OffloadStatistics()
+        self.stores = Stores(self.groups, num_ranks, 0, count(1), Counter(), self.statistics, None)
         self.stores.bind(self.pool)  # type: ignore[arg-type]
         self.stores.max_kept = 100
 
@@ -92,6 +91,12 @@ class Storing:
 
     def land(self, order: StoreOrder, num_ranks: int = 1, *, has_landed: bool = True) -> bool:
         return self.stores.land(self.stack, order.job_id, num_ranks, has_landed=has_landed)
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Blocks that were not stored, by reason."""
+        found: dict[str, int] = self.statistics.data["refused_blocks"]
+        return found
 
     def held(self, blocks: RequestBlocks) -> list[list[bool]]:
         """Return which blocks of each group host memory has, visible or not."""
@@ -126,15 +131,14 @@ def test_what_may_not_be_kept_yet_is_offered_again() -> None:
     [order] = storing.order()
     storing.land(order)
     assert storing.visible(blocks) == [[True] * 4]
-    assert storing.stores.take_refused() == {}
+    assert storing.refused == {}
 
 
 def test_the_blocks_of_a_request_that_ends_are_refused_where_no_more_may_be_kept() -> None:
     storing = Storing()
     storing.stores.max_kept = 3
     storing.offer(storing.blocks(1), is_last=True)
-    assert storing.stores.take_refused() == {Reason.STORES_BEHIND: 5}
-    assert storing.stores.take_refused() == {}
+    assert storing.refused == {"stores-behind": 5}
 
 
 def test_a_request_has_offered_all_once_each_group_has() -> None:
@@ -160,7 +164,7 @@ def test_sources_are_kept_in_every_group_until_the_last_rank_has_copied_them() -
         assert (storing.held(blocks), storing.visible(blocks)) == (ALL, NONE)
     assert not storing.land(order)
     assert (storing.pool.kept, storing.visible(blocks)) == ([], ALL)
-    assert (storing.stores.are_under_way, storing.stores.num_jobs) == (False, 0)
+    assert (storing.stores.are_under_way, storing.stores.jobs) == (False, {})
 
 
 @pytest.mark.parametrize("failed", [0, 1])
@@ -216,7 +220,7 @@ def test_slots_belong_to_the_blocks_whose_keys_were_accepted() -> None:
     [order] = storing.order()
     [copy] = order.blocks
     assert copy.source_ids.tolist() == [5, 6, 7], "of equal blocks those of the later request"
-    assert storing.stores.take_refused() == {Reason.TIER_FULL: 1}
+    assert storing.refused == {"tier-full": 1}
     storing.land(order)
     assert storing.visible(second) == [[True, True, True, False]]
 

@@ -1,12 +1,10 @@
 """The names of stored blocks: a namespace of all that changes what a block's bytes mean, and the keys in it.
 
 vLLM's hash of a block covers the tokens up to the block's end, and the request's adapter, images, prompt embeddings and
-cache salt. The hash covers neither the model nor the arrangement of bytes: two engines that differ in those have equal
-hashes. The namespace is a digest of model and arrangement, so that no engine finds a block that it would read
-otherwise. The namespace has every doubtful fact too: a needless difference is a miss, a missing one gives wrong tokens.
-
-The namespace has neither the tensor-parallel nor the pipeline-parallel size, since a slab does not depend on them (see
-:mod:`kvferry.layout.slab`). The slab of one rank alone has the rank in its shard, and so a namespace of its own.
+cache salt; neither the model nor the arrangement of bytes. The namespace is a digest of these two, and of every
+doubtful fact too: a needless difference is a miss, a missing one gives wrong tokens. It has neither the tensor-parallel
+nor the pipeline-parallel size, since a slab depends on neither (see :mod:`kvferry.layout.slab`); the slab of one rank
+alone has the rank in its shard, and so a namespace of its own.
 """
 
 import dataclasses
@@ -101,9 +99,9 @@ VARIABLES = (
 class BlockNames:
     """A namespace and the facts of which it is the digest, ready for JSON.
 
-    ``private`` says why only this process can use the names; None where other processes and later ones can.
-    ``hash_bytes`` is the length of vLLM's hashes. ``is_certain`` says whether the engine still has the weights that the
-    names mean; None where nothing changes them unheard.
+    ``private`` says why only this process can use the names: unrepeatable-hashes or unknown-weights; None where other
+    processes and later ones can. ``hash_bytes`` is the length of vLLM's hashes. ``is_certain`` says whether the engine
+    still has the weights that the names mean; None where nothing changes them unheard.
     """
 
     namespace: bytes

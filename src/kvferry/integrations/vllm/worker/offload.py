@@ -151,10 +151,8 @@ class OffloadWorker:
 
     def take_statistics(self) -> OffloadStatistics | None:
         """Return the statistics since the last call; None where there is no new one."""
-        if self._statistics.is_empty():
-            return None
         statistics, self._statistics = self._statistics, OffloadStatistics()
-        return statistics
+        return None if statistics.is_empty() else statistics
 
     def shutdown(self) -> None:
         """Stop the copies, then unmap the slab; twice is fine. The slab stays mapped where a copy does not end."""
@@ -190,11 +188,11 @@ class OffloadWorker:
             else:
                 self._report.failed[order.job_id] += 1
             return
-        job_id, route = ("load", copies.loads) if is_load else ("store", copies.stores)
-        job_id = f"{job_id} {order.job_id}"
+        kind, route = ("load", copies.loads) if is_load else ("store", copies.stores)
+        job_id = f"{kind} {order.job_id}"
         self._orders[job_id] = order
-        parts = job_id, route, order.job_id, order.blocks, after, copies.copying
-        executor.submit(LocalCopy(*parts, fills_blocks=is_load))
+        copy = LocalCopy(job_id, route, order.job_id, order.blocks, after, copies.copying, fills_blocks=is_load)
+        executor.submit(copy)
 
 
 class SlabCopies:
