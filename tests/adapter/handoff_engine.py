@@ -18,8 +18,8 @@ from kvferry.handoff.messages import Identity
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.scheduler import role as scheduler_role
 from kvferry.integrations.vllm.worker import role as worker_role
-from kvferry.transport.faults import FaultPlan, FaultyTransport, SwapRanges
 
+from ..support.faults import FaultPlan, FaultyTransport, SwapRanges
 from .label_engine import PATIENCE_SECONDS, LabelEngine
 from .model_files import write_model
 from .scheduler_requests import let_sleep

@@ -11,12 +11,12 @@ import pytest
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport.cma import CmaTransport
-from kvferry.transport.faults import FaultPlan, FaultyTransport, ZeroRange
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Direction, Status, Transport, reach
 from kvferry.transport.registry import TransportSet, make
 
+from ..support.faults import FaultPlan, FaultyTransport, ZeroRange
 from ..support.transport_suite import Pair, TransportSuite, open_pair
 from . import standin_nixl
 from .standin_transport import FACTORY, MEMORY, SuiteMemory

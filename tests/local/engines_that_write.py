@@ -14,7 +14,7 @@ import pytest
 from kvferry.execution import destination
 from kvferry.execution.destination import NOTHING_COMPARED, Announcement, Announcer, Compares, SourceEngines
 from kvferry.execution.executor import Executor, JobResult
-from kvferry.execution.own_rank import OwnRank
+from kvferry.execution.peers import OwnRank
 from kvferry.execution.source import Writer
 from kvferry.handoff.handshake import NO_ADAPTER, Adapter
 from kvferry.handoff.holds import transfer_of
@@ -28,9 +28,9 @@ from kvferry.layout.shard import encode_shard
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import SHORT_TOKENS, LayerSpans
 from kvferry.transport.end_points import ProcessIdentity
-from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.registry import TransportSet, open_transport
 
+from ..support.faults import FaultPlan, FaultyTransport
 from ..waits import wait_until
 from . import cache_memory
 from .engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, LAYERS, Rank, filled_ranks, whole_blocks

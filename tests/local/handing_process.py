@@ -7,8 +7,8 @@ prints the port of its directory and ends with its standard input.
 import sys
 
 from kvferry.handoff.source import END
-from kvferry.transport.faults import FaultPlan
 
+from ..support.faults import FaultPlan
 from .engines_that_write import Batches, SendingEngine
 
 SOURCE_IDS = [5, 0, 3]

@@ -11,10 +11,10 @@ from kvferry.arrays import Descriptors
 from kvferry.errors import Reason
 from kvferry.handoff.messages import Answer, Question
 from kvferry.handoff.source import END
-from kvferry.transport.faults import FaultPlan, FaultyTransport
 from kvferry.transport.protocol import Direction, Status
 
 from ..counted_work import containers_of, lines_of
+from ..support.faults import FaultPlan, FaultyTransport
 from ..support.transport_peer import pattern
 from ..support.transport_suite import apply, open_pair, random_offsets
 from ..waits import wait_until

@@ -14,8 +14,8 @@ from kvferry.handoff.messages import Announce, Handle, Revoke
 from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.request import GroupBlocks
-from kvferry.transport.faults import FaultPlan
 
+from ..support.faults import FaultPlan
 from ..waits import wait_until
 from .engines_in_process import BLOCK_SIZE, EPOCH, ROW_BYTES
 from .engines_that_write import (

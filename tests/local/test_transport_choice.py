@@ -11,13 +11,13 @@ import pytest
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport.faults import FaultPlan, FaultyTransport, SwapRanges, ZeroRange
 from kvferry.transport.memcpy import MemcpyTransport
 from kvferry.transport.null import NullTransport
 from kvferry.transport.probe import probe, probe_all
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport, reach
 from kvferry.transport.registry import AUTO, TransportSet, open_transports
 
+from ..support.faults import FaultPlan, FaultyTransport, SwapRanges, ZeroRange
 from ..support.transport_peer import pattern
 from ..support.transport_suite import Pair, TransportSuite, many_offsets, open_pair
 

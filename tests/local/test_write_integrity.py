@@ -13,8 +13,8 @@ from kvferry.handoff.messages import Written
 from kvferry.handoff.source import END
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import Integrity
-from kvferry.transport.faults import FaultPlan
 
+from ..support.faults import FaultPlan
 from .engines_in_process import BLOCK_SIZE, HEADS, LAYERS, ROW_BYTES
 from .engines_that_write import Batches, Pairs, ReceivingRank, SendingEngine, check_arrived, engines
 

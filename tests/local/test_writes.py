@@ -18,7 +18,7 @@ from kvferry.execution import destination, peers
 from kvferry.execution import source as source_module
 from kvferry.execution.destination import Announcer
 from kvferry.execution.executor import JobResult
-from kvferry.execution.own_rank import OwnRank
+from kvferry.execution.peers import OwnRank
 from kvferry.execution.peers import Peers
 from kvferry.execution.source import Writer
 from kvferry.handoff import destination as handoff_destination
@@ -43,8 +43,8 @@ from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Trust, nothing_listens
 from kvferry.layout.shard import encode_shard
 from kvferry.transport.end_points import is_on_this_host, own_identity
-from kvferry.transport.faults import FaultPlan
 
+from ..support.faults import FaultPlan
 from ..waits import wait_until
 from .engines_in_process import BLOCK_SIZE, EPOCH, HEADS, HOST, IDENTITY, LAYERS, Rank
 from .engines_that_write import (

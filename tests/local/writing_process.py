@@ -13,8 +13,8 @@ import msgspec
 
 from kvferry.handoff.source import END, SourceWrites
 from kvferry.transport.end_points import own_identity
-from kvferry.transport.faults import FaultPlan
 
+from ..support.faults import FaultPlan
 from .engines_that_write import Batches, SendingEngine
 
 SOURCE_IDS = [0, 1, 2, 3]

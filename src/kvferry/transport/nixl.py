@@ -73,7 +73,7 @@ again at once may not answer, as seen between engines."""
 SENT_VARIABLE, RECEIVED_VARIABLE = "UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"
 SENT_BYTES = 64 << 10
 """UCX's own 8 KiB make reads a quarter as fast as writes. No peer receives more than 64 KiB, unless its variable says
-so. See docs/decisions/reads-over-tcp.md."""
+so. See docs/decisions/transports-without-threads.md."""
 UCX_SENT_BYTES, UCX_RECEIVED_BYTES = 8 << 10, 64 << 10
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 

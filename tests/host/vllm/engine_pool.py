@@ -293,6 +293,12 @@ STAGES: tuple[tuple[str, ...], ...] = (
 )
 
 
+def paths_in_engine() -> str:
+    """Return the paths of Python in an engine: what runs inside it, and what that imports of the tests."""
+    root = Path(__file__).parents[3]
+    return os.pathsep.join(filter(None, (str(IN_ENGINE), str(root), os.environ.get("PYTHONPATH"))))
+
+
 def described(name: str) -> tuple[str, dict[str, Any]]:
     """Return the model and the differences of an engine, such as "gqa-tp2", or "gqa-tp2@0.31" of another vLLM."""
     return ENGINES[name.partition("@")[0]]
@@ -503,8 +509,7 @@ class EnginePool:
             connector_settings = self.with_tiers(connector, model, lower_tier, connector_settings)
             arguments["arguments"] = (*given, *(REPEATABLE if connector == OFFLOAD else ()))
             arguments.update(connector_settings=connector_settings, arguments=(*arguments["arguments"], *EXTENSION))
-            paths = os.pathsep.join(filter(None, (str(IN_ENGINE), os.environ.get("PYTHONPATH"))))
-            needed = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths}
+            needed = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": paths_in_engine()}
             arguments["variables"] = needed | differences.get("variables", {})
             if "connector_module" in differences:
                 arguments["variables"]["VLLM_PLUGINS"] = ""

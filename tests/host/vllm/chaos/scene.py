@@ -19,7 +19,7 @@ from typing import Any
 from kvferry.handoff.holds import RENEWED_LEASE_SECONDS
 from kvferry.harness.launch import EngineSettings, Server, free_port, start_engine, start_router, wait_until_ready
 
-from ..engine_pool import IN_ENGINE, WATCH_FILE, Engine, EnginePool, tokens_of
+from ..engine_pool import WATCH_FILE, Engine, EnginePool, paths_in_engine, tokens_of
 from ..handoffs import random_prompt, random_prompts
 from .load import Clients, Prompt
 from .relay import Relay, listening_ports
@@ -315,14 +315,13 @@ def make_side(
         "advertised_host": address,
         "transfer_log": str(folder / f"{name}.transfers"),
     }
-    paths = os.pathsep.join(filter(None, (str(IN_ENGINE), os.environ.get("PYTHONPATH"))))
     settings = replace(
         settings,
         connector_settings=connector,
         max_model_len=2048,
         kv_cache_bytes=cache_bytes // settings.tensor_parallel_size,
         arguments=(*settings.arguments, "--scheduler-cls", "watched_scheduler.WatchedScheduler"),
-        variables={**settings.variables, "PYTHONPATH": paths, WATCH_FILE: str(watch_file)},
+        variables={**settings.variables, "PYTHONPATH": paths_in_engine(), WATCH_FILE: str(watch_file)},
     )
     return Side(name, "gqa", settings, folder, Relay(address))
 

@@ -1,8 +1,8 @@
 """A vLLM worker extension that labels, finds and poisons KV cache blocks, for tests only.
 
-Start the engine with ``--worker-extension-cls engine_oracle.EngineOracle``, with this folder in ``PYTHONPATH`` and
-``VLLM_SERVER_DEV_MODE=1``; ``POST /collective_rpc`` then calls a method in every worker. Arguments are JSON texts,
-since that URL passes strings.
+Start the engine with ``--worker-extension-cls engine_oracle.EngineOracle``, with this folder and the project's in
+``PYTHONPATH``, and ``VLLM_SERVER_DEV_MODE=1``; ``POST /collective_rpc`` then calls a method in every worker. Arguments
+are JSON texts, since that URL passes strings.
 
 The labels do not depend on kvferry: the oracle writes and reads them through vLLM's own views, per layer
 ``[B, H, N, C]`` and a Mamba layer's states, and takes a rank's heads and channels from vLLM's configuration and rank.
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvferry.execution.destination import NOTHING_COMPARED
 from kvferry.integrations.vllm.translate import PLAIN_INSTRUCTION_SETS
 from kvferry.plan.planner import LayerSpans
-from kvferry.transport.faults import FaultPlan, FaultyTransport
+from tests.support.faults import FaultPlan, FaultyTransport
 
 if TYPE_CHECKING:
     from kvferry.execution.destination import Compares
