@@ -126,19 +126,15 @@ def parse_start_time(stat: bytes) -> int:
     >>> parse_start_time(b"7 (a) b) S " + b" ".join(b"%d" % i for i in range(4, 30)))
     22
     """
-    if _fields(stat)[0] in (b"Z", b"X"):
+    if stat[stat.rindex(b")") + 2 :][:1] in (b"Z", b"X"):
         raise ProcessLookupError("the process has exited")
     return start_time_in(stat)
 
 
 def start_time_in(stat: bytes) -> int:
     """Return the start time as :func:`parse_start_time`, that of a zombie too."""
-    return int(_fields(stat)[19])
-
-
-def _fields(stat: bytes) -> list[bytes]:
-    """Return the fields behind the name, which may contain anything."""
-    return stat[stat.rindex(b")") + 2 :].split()
+    # The name, in brackets, may contain anything.
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])
 
 
 class Nonce:

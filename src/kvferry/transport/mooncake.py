@@ -523,7 +523,7 @@ def open_engine(host: str, num_connections: int = 1) -> Any:
                 "It takes two TCP ports from MC_MIN_RPC_PORT (15000) to MC_MAX_RPC_PORT (17000): free some, or set "
                 "these variables.",
             )
-        if is_loopback(host):
+        if host == "localhost" or host.startswith("127."):
             _confine_to_loopback(before)
             return engine
     logger.warning(
@@ -538,15 +538,6 @@ def is_built_with_cuda() -> bool:
     host's, and would end the process.
     """
     return _installed_version(_WITH_CUDA) is not None and _installed_version(_WITHOUT_CUDA) is None
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this host can reach an address.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("192.0.2.2")
-    (True, False)
-    """
-    return host == "localhost" or host.startswith("127.")
 
 
 def _import_engine() -> Any:
