@@ -50,7 +50,7 @@ def test_spans_of_layers_write_what_one_transfer_does(layers_per_span: int, sour
     for target in (Rank(rank, target_tp).shard for rank in range(target_tp)):
         for plan in Planner(sources, target).plans(0):
             plans = plan_spans(plan, "full", cut_layers(LAYERS, layers_per_span))
-            part = Part(plan, announced_blocks(plan, requests), {"full": plans})
+            part = Part(plan, announced_blocks(plan, requests)).in_spans({"full": plans})
             spans = [Span("full", span) for span in plans]
             push, rows = SourceWrite("x", part.needs, deadline=1.0), []
             steps = [{span: 4} for span in spans] + [
@@ -71,7 +71,9 @@ def test_a_span_that_a_stage_of_a_pipeline_does_not_hold_is_not_awaited() -> Non
     target.shard = msgspec.structs.replace(target.shard, pp_rank=1, pp_size=2)
     [plan] = Planner([source.shard], target.shard).plans(0)
     requests = [whole_blocks("full", [1], [3])]
-    part = Part(plan, announced_blocks(plan, requests), {"full": plan_spans(plan, "full", {1: ("0",), 2: ("1",)})})
+    part = Part(plan, announced_blocks(plan, requests)).in_spans(
+        {"full": plan_spans(plan, "full", {1: ("0",), 2: ("1",)})}
+    )
     assert list(part.needs) == [Span("full", 2)]
     push = SourceWrite("x", part.needs, 1.0)
     rows = part.lower(push.take({Span("full", 2): END}), {"full": BlockList(0, [1])})
@@ -83,7 +85,7 @@ def test_all_spans_together_take_as_few_descriptors_as_the_whole() -> None:
     [plan] = Planner([Rank(0, 1).shard], Rank(0, 1).shard).plans(0)
     requests = [whole_blocks("full", [1, 4], [3, 0])]
     plans = plan_spans(plan, "full", cut_layers(LAYERS, 1))
-    part = Part(plan, announced_blocks(plan, requests), {"full": plans})
+    part = Part(plan, announced_blocks(plan, requests)).in_spans({"full": plans})
     rows = part.lower(
         SourceWrite("x", part.needs, 1.0).take(dict.fromkeys(part.needs, END)), {"full": BlockList(0, [1, 4])}
     )

@@ -81,7 +81,7 @@ def test_a_span_has_the_memory_and_the_scales_of_its_own_layers() -> None:
 @pytest.mark.parametrize("together", [[1, 2], [2, 3], [1, 3]])
 def test_spans_that_go_in_one_batch_go_once_each(together: list[int]) -> None:
     plan = pair(NamedLayout.BHLNC)
-    part = Part(plan, announced_blocks(plan, [BLOCKS]), LayerSpans({"full": LAYERS}).plans(plan))
+    part = Part(plan, announced_blocks(plan, [BLOCKS])).in_spans(LayerSpans({"full": LAYERS}).plans(plan))
     write, rows = SourceWrite("x", part.needs, deadline=1.0), []
     for numbers in (together, [1, 2, 3]):
         batch = write.take({Span("full", number): END for number in numbers})

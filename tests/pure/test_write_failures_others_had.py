@@ -34,7 +34,7 @@ def part_of(plan: PairPlan, requests: Sequence[GroupBlocks], layers_per_span: in
     order = ["0", "2", "4"]
     has_spans = layers_per_span and "full" in plan.groups
     spans = {"full": plan_spans(plan, "full", cut_layers(order, layers_per_span))} if has_spans else {}
-    return Part(plan, announced_blocks(plan, requests), spans)
+    return Part(plan, announced_blocks(plan, requests)).in_spans(spans)
 
 
 def written(part: Part, requests: Sequence[GroupBlocks], steps: Sequence[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Writes as the source rank decides them: which tokens are computed, in flight and landed, and which are announced.
+"""Writes as the source rank decides them: which tokens are computed, announced, in flight and landed.
 
 Pure: the engine's progress, messages and the time are inputs. A :class:`SourceWrite` is one write. Its tokens lie in
 *spans*: all layers of one cache group, or the layers that a write sends together. The engine says up to which token
@@ -6,13 +6,13 @@ each span is final; the next batch takes all tokens that are final, announced an
 behind sends fewer and larger batches, and no queue grows. One batch is in flight at a time: after a preemption two
 batches never write the same bytes.
 
-A :class:`SourceWrites` is all writes of one rank. A transfer id joins a prompt and an announcement. A router gives its
-id to both engines, and either may come first. The id of a hold of this engine
+:class:`SourceWrites` has all writes of one rank, and joins prompts and announcements by their transfer ids. A router
+gives its id to both engines, and either may come first. The id of a hold of this engine
 (:func:`kvferry.handoff.holds.transfer_of`) is known to those whom the engine has told it: the prompt is here already,
 or comes with the engine's next step. The first batch of a late announcement takes all tokens computed so far. Not
 thread-safe: the caller holds a lock.
 
-A :class:`Part` is the part of a write that one source rank writes; both ranks derive it from the same plan.
+:class:`Part` turns the batches of one write into descriptors; both ranks derive it from the same plan.
 """
 
 import copy
@@ -37,6 +37,26 @@ from kvferry.plan.request import GroupBlocks
 
 END = 1 << 62
 """Progress of a span whose prompt has been computed to its end, partly filled last block and state included."""
+NEVER = 1 << 61
+"""A ``multiple_of`` larger than any token: for a state, final only with its prompt, and for a part sent whole."""
+MAX_REMEMBERED = 1 << 16
+"""Ended transfers and writes that are remembered, so that a late message cannot begin them again."""
+MAX_REVOKED = 1 << 15
+"""Writes that are remembered as revoked and that nobody has announced."""
+REVOKED_SECONDS = 600.0
+"""How long the announcement of a write may come after its revocation, and how long no other revocation takes its room:
+revocations of writes that nobody has announced cost a stranger nothing."""
+MOST_KEPT_TEXT = 200
+"""Characters of a refusal that are remembered: a stranger may have :data:`MAX_REMEMBERED` announcements refused."""
+MOST_NAMES = 500
+"""Characters of a peer's names in an error."""
+ANNOUNCED = "an announced prompt"
+"""The prompt in errors of a source, which does not know the request of its destination."""
+CHECK_PARAMETERS = (
+    "Check that the router copies the prefill engine's kv_transfer_params unchanged into the request of the same "
+    "prompt, and that no client sets them."
+)
+NOTHING_CHANGED: Mapping[str, int] = MappingProxyType({})
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -59,7 +79,6 @@ class Cut(NamedTuple):
 
 
 Batch = tuple[Cut, ...]
-NOTHING_CHANGED: Mapping[str, int] = MappingProxyType({})
 
 
 class WriteState(Enum):
@@ -93,7 +112,7 @@ class SourceWrite:
         self.state = WriteState.OPEN
         self.error: KVFerryError | None = None
         self.may_land = False
-        self._end_if_complete()
+        self._settle()
 
     @property
     def is_writing(self) -> bool:
@@ -168,95 +187,9 @@ class SourceWrite:
         return max(self._reached[span], min(final, need.end_token) // need.multiple_of * need.multiple_of)
 
     def _settle(self) -> None:
-        if self.state is WriteState.STOPPING and not self._in_flight:
+        is_complete = all(self._reached[span] == need.end_token for span, need in self._needs.items())
+        if not self._in_flight if self.state is WriteState.STOPPING else is_complete:
             self.state = WriteState.OVER
-        elif self.state is WriteState.OPEN:
-            self._end_if_complete()
-
-    def _end_if_complete(self) -> None:
-        if all(self._reached[span] == need.end_token for span, need in self._needs.items()):
-            self.state = WriteState.OVER
-
-
-CHECK_PARAMETERS = (
-    "Check that the router copies the prefill engine's kv_transfer_params unchanged into the request of the same "
-    "prompt, and that no client sets them."
-)
-
-
-def wrong_parameters(prompt: str, different: str) -> HandoffError:
-    """Return the error of a request whose parameters are not those of its ``prompt``; ``different`` names what is."""
-    return HandoffError(
-        Reason.WRONG_PARAMETERS,
-        f"the kv_transfer_params of {prompt} are not those of a prompt that the prefill engine holds: {different}.",
-        f"{CHECK_PARAMETERS} Then send the prompt again.",
-    )
-
-
-def not_held(prompt: str) -> HandoffError:
-    """Return the error of a ``prompt`` of which nothing is held: its parameters are wrong, or its hold has ended."""
-    return HandoffError(
-        Reason.SOURCE_CHANGED,
-        f"the prefill engine holds nothing under the kv_transfer_params of {prompt}: they are not those of a prompt "
-        "that it holds, or that prompt's hold was released or has expired.",
-        f"{CHECK_PARAMETERS} Send the prompt again; if unchanged parameters of first loads fail so, raise "
-        "lease_seconds on the prefill side.",
-    )
-
-
-def no_longer_held(transfer_id: str) -> HandoffError:
-    """Return the error of a write of a prompt whose hold has ended."""
-    return HandoffError(
-        Reason.LEASE_EXPIRED,
-        f"the prefill engine no longer holds the blocks of {transfer_id}: the request was aborted or released, or its "
-        "lease ended.",
-        "Send the prompt again, from a router with a transfer id of its own. If this repeats under load, raise "
-        "lease_seconds on the prefill side.",
-    )
-
-
-def _revoked() -> HandoffError:
-    return HandoffError(
-        Reason.ABORTED,
-        "the destination revoked its blocks.",
-        "The decode engine's log says why it gave the load up.",
-    )
-
-
-def _late(transfer_id: str) -> HandoffError:
-    return HandoffError(
-        Reason.DEADLINE_EXCEEDED,
-        f"the prompt of {transfer_id} was not written within the time that the destination gave.",
-        "load_timeout_seconds on the decode side sets the limit.",
-    )
-
-
-def _compare_prompts(prompt: "Prompt", request: "WriteRequest") -> None:
-    """Refuse an announcement for another prompt, or for another adapter. Raises :class:`HandoffError`."""
-    if (prompt.num_tokens, prompt.digest) != (request.num_tokens, request.prompt_digest):
-        if is_of_hold(request.transfer_id):
-            different = f"it holds another prompt, of {prompt.num_tokens} tokens; this one has {request.num_tokens}"
-            raise wrong_parameters(ANNOUNCED, different)
-        raise HandoffError(
-            Reason.INVALID_REQUEST,
-            f"{request.key.receiver} announced blocks for {request.num_tokens} tokens of {request.transfer_id}, which "
-            f"is another prompt here, of {prompt.num_tokens} tokens.",
-            "Send the same prompt, template, images and adapter to both engines.",
-        )
-    compare_adapters(prompt.adapter.name, prompt.adapter.digest, request.adapter)
-
-
-ANNOUNCED = "an announced prompt"
-"""The prompt in errors of a source, which does not know the request of its destination."""
-MAX_REMEMBERED = 1 << 16
-"""Ended transfers and writes that are remembered, so that a late message cannot begin them again."""
-MAX_REVOKED = 1 << 15
-"""Writes that are remembered as revoked and that nobody has announced."""
-MOST_KEPT_TEXT = 200
-"""Characters of a refusal that are remembered: a stranger may have :data:`MAX_REMEMBERED` announcements refused."""
-REVOKED_SECONDS = 600.0
-"""How long the announcement of a write may come after its revocation, and how long no other revocation takes its room:
-revocations of writes that nobody has announced cost a stranger nothing."""
 
 
 class BlockList(msgspec.Struct, frozen=True):
@@ -269,7 +202,7 @@ class BlockList(msgspec.Struct, frozen=True):
 class Prompt(msgspec.Struct, frozen=True):
     """How far an engine has computed one prompt: its blocks by cache group, and the tokens final in every layer.
 
-    ``num_final`` is :data:`kvferry.handoff.source.END` once the prompt has been computed to its end.
+    ``num_final`` is :data:`END` once the prompt has been computed to its end.
     """
 
     num_tokens: int
@@ -448,10 +381,10 @@ class SourceWrites:
 
     def take(self, key: WriteKey) -> Batch:
         """Return the next batch of this write, as :meth:`SourceWrite.take`."""
-        write, request = self._open.get(key), self._requests.get(key)
-        prompt = None if request is None else self._prompts.get(request.transfer_id)
-        if write is None or prompt is None or request is None:
+        write, prompt = self._open.get(key), self.prompt_of(key)
+        if write is None or prompt is None:
             return ()
+        request = self._requests[key]
         final = dict.fromkeys(request.needs, prompt.num_final)
         if (running := self._running.get(request.transfer_id)) is not None:
             final |= dict.fromkeys(self._done_spans & final.keys(), running.num_final)
@@ -558,23 +491,27 @@ class SourceWrites:
         write = self._open.get(key)
         if write is not None and write.state is WriteState.OVER:
             del self._open[key]
-            self._forget_request(self._requests.pop(key))
+            transfer_id = self._requests.pop(key).transfer_id
+            self._requests_of[transfer_id].discard(key)
+            if not self._requests_of[transfer_id]:
+                del self._requests_of[transfer_id]
             kept = self._may_land if write.may_land else self._outcomes
             kept[key] = Outcome(write.error, write.may_land)
 
-    def _forget_request(self, request: WriteRequest) -> None:
-        keys = self._requests_of[request.transfer_id]
-        keys.discard(request.key)
-        if not keys:
-            del self._requests_of[request.transfer_id]
 
-
-NEVER = 1 << 61
-"""A ``multiple_of`` larger than any token: for a state, final only with its prompt, and for a part sent whole."""
-
-
-MOST_NAMES = 500
-"""Characters of a peer's names in an error."""
+def _compare_prompts(prompt: Prompt, request: WriteRequest) -> None:
+    """Refuse an announcement for another prompt, or for another adapter. Raises :class:`HandoffError`."""
+    if (prompt.num_tokens, prompt.digest) != (request.num_tokens, request.prompt_digest):
+        if is_of_hold(request.transfer_id):
+            different = f"it holds another prompt, of {prompt.num_tokens} tokens; this one has {request.num_tokens}"
+            raise wrong_parameters(ANNOUNCED, different)
+        raise HandoffError(
+            Reason.INVALID_REQUEST,
+            f"{request.key.receiver} announced blocks for {request.num_tokens} tokens of {request.transfer_id}, which "
+            f"is another prompt here, of {prompt.num_tokens} tokens.",
+            "Send the same prompt, template, images and adapter to both engines.",
+        )
+    compare_adapters(prompt.adapter.name, prompt.adapter.digest, request.adapter)
 
 
 class HeldCut(msgspec.Struct, frozen=True):
@@ -590,18 +527,12 @@ class HeldCut(msgspec.Struct, frozen=True):
 class Part:
     """The part of one request that a source rank of a plan writes.
 
-    ``announced`` are the destination's blocks of the groups that this source serves, in the plan's order. ``spans`` has
-    the groups whose layers are written a span at a time; the destination need not know them.
+    ``announced`` are the destination's blocks of the groups that this source serves, in the plan's order.
     """
 
-    def __init__(
-        self,
-        plan: PairPlan,
-        announced: Sequence[AnnouncedBlocks],
-        spans: SpanPlans | None = None,
-    ) -> None:
+    def __init__(self, plan: PairPlan, announced: Sequence[AnnouncedBlocks]) -> None:
         self._plan = plan
-        self._spans = spans or {}
+        self._spans: SpanPlans = {}
         self._is_whole = False
         by_group = {blocks.group: blocks for blocks in announced}
         if by_group.keys() != plan.groups.keys() or len(by_group) < len(announced):
@@ -618,7 +549,9 @@ class Part:
         self.digest = hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
     def in_spans(self, spans: SpanPlans) -> "Part":
-        """Return this part, sent in these spans of layers."""
+        """Return this part, its groups that ``spans`` has sent a span of layers at a time; the destination need not
+        know.
+        """
         part = copy.copy(self)
         part._spans = spans
         return part
@@ -664,25 +597,20 @@ class Part:
             for (group, first_token, end_token), numbers in _spans_by_tokens(batch).items()
         ]
 
-    def _plans(self, group: str, numbers: Sequence[int]) -> list[GroupPlan]:
-        """Return the plans of these spans; for all spans the plan of the whole group, whose runs are longer."""
-        known = self._spans.get(group, {})
-        if len(numbers) >= len(known):
-            return [self._plan.groups[group]]
-        return [known[number] for number in numbers]
-
     def _need(self, blocks: AnnouncedBlocks) -> Need:
         source = self._plan.groups[blocks.group].source_group
         goes_at_end = self._is_whole or source.kind is CacheKind.STATE
-        multiple_of = NEVER if goes_at_end else source.tokens_per_position
-        return Need(blocks.first_token, blocks.end_token, multiple_of)
+        return Need(blocks.first_token, blocks.end_token, NEVER if goes_at_end else source.tokens_per_position)
+
+    def _plans(self, group: str, numbers: Sequence[int]) -> list[GroupPlan]:
+        """Return the plans of these spans; for all spans the plan of the whole group, whose runs are longer."""
+        known = self._spans.get(group, {})
+        return [self._plan.groups[group]] if len(numbers) >= len(known) else [known[number] for number in numbers]
 
     def _group_blocks(self, cut: Cut, announced: AnnouncedBlocks, held: BlockList) -> GroupBlocks:
-        plan = self._plan.groups[cut.span.group]
         source = self._held_blocks(cut, held)
-        destination = _blocks_covering(
-            announced.block_token, announced.block_ids, plan.destination_group.tokens_per_position, cut
-        )
+        covers = self._plan.groups[cut.span.group].destination_group.tokens_per_position
+        destination = _blocks_covering(announced.block_token, announced.block_ids, covers, cut)
         return GroupBlocks(
             group=cut.span.group,
             first_token=cut.first_token,
@@ -696,36 +624,6 @@ class Part:
     def _held_blocks(self, cut: Cut, held: BlockList) -> BlockList:
         covers = self._plan.groups[cut.span.group].source_group.tokens_per_position
         return _blocks_covering(held.first_token, held.block_ids, covers, cut)
-
-
-def _check_ids(blocks: AnnouncedBlocks, group: CacheGroup) -> None:
-    """Raise :class:`HandoffError` (invalid-request) for blocks that a cache does not have, or has once, and for tokens
-    that end before they begin: such a write would never end.
-    """
-    if blocks.first_token > blocks.end_token:
-        raise HandoffError(
-            Reason.INVALID_REQUEST,
-            f"cache group {blocks.group!r}: tokens {blocks.first_token} to {blocks.end_token} were announced.",
-            "Run the same kvferry version on both sides.",
-        )
-    num_before = max(0, blocks.first_token - blocks.block_token) // group.tokens_per_position
-    listed = blocks.block_ids[num_before:]
-    ids = set(listed)
-    if len(ids) < len(listed) or max(ids, default=0) >= group.num_blocks:
-        raise HandoffError(
-            Reason.INVALID_REQUEST,
-            f"cache group {blocks.group!r}: {len(listed)} blocks were announced, {len(ids)} of them distinct, "
-            f"up to number {max(ids, default=0)}, of a cache of {group.num_blocks}.",
-            "Run the same kvferry version on both sides.",
-        )
-
-
-def _spans_by_tokens(batch: Batch) -> dict[tuple[str, int, int], list[int]]:
-    """Return the numbers of a batch's spans by group and tokens."""
-    found: dict[tuple[str, int, int], list[int]] = {}
-    for cut in batch:
-        found.setdefault((cut.span.group, cut.first_token, cut.end_token), []).append(cut.span.number)
-    return found
 
 
 def announced_blocks(plan: PairPlan, requests: Sequence[GroupBlocks]) -> tuple[AnnouncedBlocks, ...]:
@@ -743,6 +641,33 @@ def announced_blocks(plan: PairPlan, requests: Sequence[GroupBlocks]) -> tuple[A
     )
 
 
+def _check_ids(blocks: AnnouncedBlocks, group: CacheGroup) -> None:
+    """Raise :class:`HandoffError` (invalid-request) for blocks that a cache does not have, or has once, and for tokens
+    that end before they begin: such a write would never end.
+    """
+    num_before = max(0, blocks.first_token - blocks.block_token) // group.tokens_per_position
+    listed = blocks.block_ids[num_before:]
+    ids = set(listed)
+    largest = max(ids, default=0)
+    if blocks.first_token > blocks.end_token:
+        announced = f"tokens {blocks.first_token} to {blocks.end_token} were announced"
+    elif len(ids) < len(listed) or largest >= group.num_blocks:
+        announced = f"{len(listed)} blocks were announced, {len(ids)} of them distinct, up to number {largest}, of a "
+        announced += f"cache of {group.num_blocks}"
+    else:
+        return
+    problem = f"cache group {blocks.group!r}: {announced}."
+    raise HandoffError(Reason.INVALID_REQUEST, problem, "Run the same kvferry version on both sides.")
+
+
+def _spans_by_tokens(batch: Batch) -> dict[tuple[str, int, int], list[int]]:
+    """Return the numbers of a batch's spans by group and tokens."""
+    found: dict[tuple[str, int, int], list[int]] = {}
+    for cut in batch:
+        found.setdefault((cut.span.group, cut.first_token, cut.end_token), []).append(cut.span.number)
+    return found
+
+
 def _blocks_covering(first_token: int, block_ids: Sequence[int], covers: int, cut: Cut) -> BlockList:
     """Return the blocks of a list that hold the tokens of ``cut``. Raises :class:`HandoffError` (invalid-request)."""
     first, end = (cut.first_token - first_token) // covers, -(-(cut.end_token - first_token) // covers)
@@ -754,3 +679,50 @@ def _blocks_covering(first_token: int, block_ids: Sequence[int], covers: int, cu
             "Let the prefill engine generate one token only (max_tokens 1): blocks that leave a window are freed.",
         )
     return BlockList(first_token + first * covers, block_ids[first:end])
+
+
+def wrong_parameters(prompt: str, different: str) -> HandoffError:
+    """Return the error of a request whose parameters are not those of its ``prompt``; ``different`` names what is."""
+    return HandoffError(
+        Reason.WRONG_PARAMETERS,
+        f"the kv_transfer_params of {prompt} are not those of a prompt that the prefill engine holds: {different}.",
+        f"{CHECK_PARAMETERS} Then send the prompt again.",
+    )
+
+
+def not_held(prompt: str) -> HandoffError:
+    """Return the error of a ``prompt`` of which nothing is held: its parameters are wrong, or its hold has ended."""
+    return HandoffError(
+        Reason.SOURCE_CHANGED,
+        f"the prefill engine holds nothing under the kv_transfer_params of {prompt}: they are not those of a prompt "
+        "that it holds, or that prompt's hold was released or has expired.",
+        f"{CHECK_PARAMETERS} Send the prompt again; if unchanged parameters of first loads fail so, raise "
+        "lease_seconds on the prefill side.",
+    )
+
+
+def no_longer_held(transfer_id: str) -> HandoffError:
+    """Return the error of a write of a prompt whose hold has ended."""
+    return HandoffError(
+        Reason.LEASE_EXPIRED,
+        f"the prefill engine no longer holds the blocks of {transfer_id}: the request was aborted or released, or its "
+        "lease ended.",
+        "Send the prompt again, from a router with a transfer id of its own. If this repeats under load, raise "
+        "lease_seconds on the prefill side.",
+    )
+
+
+def _revoked() -> HandoffError:
+    return HandoffError(
+        Reason.ABORTED,
+        "the destination revoked its blocks.",
+        "The decode engine's log says why it gave the load up.",
+    )
+
+
+def _late(transfer_id: str) -> HandoffError:
+    return HandoffError(
+        Reason.DEADLINE_EXCEEDED,
+        f"the prompt of {transfer_id} was not written within the time that the destination gave.",
+        "load_timeout_seconds on the decode side sets the limit.",
+    )
