@@ -141,6 +141,14 @@ def test_layers_that_need_neither_torch_nor_vllm_do_not_import_them(package: str
     assert output.split() == []
 
 
+def test_without_the_extra_for_offload_handoffs_and_host_memory_work() -> None:
+    modules = ["kvferry.tiers.stack", "kvferry.integrations.vllm.adapters", "kvferry.integrations.vllm.offload_names"]
+    program = (
+        f"import importlib, sys; sys.modules['xxhash'] = None; [importlib.import_module(name) for name in {modules}]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_text_of_peers_and_clients_is_logged_printable_and_limited(path: Path) -> None:
     """A module that sees messages of peers logs only through a PeerLog."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
+from kvferry.tiers.checksum import checksum
 from kvferry.tiers.eviction import LeastRecentlyUsed
 from kvferry.tiers.protocol import (
     BlockKey,
@@ -26,7 +27,6 @@ from kvferry.tiers.protocol import (
     check_batch,
     check_completes,
     check_slots,
-    checksum,
     closed_error,
 )
 

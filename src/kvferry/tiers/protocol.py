@@ -20,7 +20,7 @@ copy has ended. After that the tier touches them no more.
 **Visible.** A stored block can be looked up after ``complete_store`` and not before, and only if it has landed. A lower
 tier changes its index inside these verbs only, so its threads need no lock for it.
 
-**Verified.** A lower tier computes the :func:`checksum` of each block from the slot that it
+**Verified.** A lower tier computes the :func:`~kvferry.tiers.checksum.checksum` of each block from the slot that it
 stores, keeps it with the key and the length, and compares all three after it has read a block into a slot. A block that
 differs has not landed (``checksum-mismatch``), and the tier forgets it.
 
@@ -29,7 +29,6 @@ verb: they end copies, with a :class:`~kvferry.errors.Reason` for each block tha
 errors of the caller.
 """
 
-import ctypes
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
@@ -43,13 +42,6 @@ from kvferry.arrays import Addresses, Flags
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
 from kvferry.transport.protocol import RegionTable
-
-try:
-    from xxhash import xxh3_64_intdigest
-except ImportError as error:
-    raise TierError(
-        Reason.MISSING_DEPENDENCY, "xxhash is not installed.", 'Install it: pip install "kvferry[offload]".'
-    ) from error
 
 KEY_BYTES = 48
 """Bytes of every key: 16 for a namespace and 32 for the hash of the tokens, as the adapter makes them."""
@@ -270,16 +262,3 @@ def check_slots(keys: Sequence[BlockKey], slots: Slots, region: Region) -> None:
         raise TierError(Reason.UNREGISTERED_RANGE, asked, f"The slab is {region!r}.")
     if not slots.lengths.all():
         raise TierError(Reason.INVALID_REQUEST, "a slot has 0 bytes.", "A block has at least one byte.")
-
-
-def checksum(address: int, length: int) -> int:
-    """Return the XXH3 64-bit hash, seed 0, of ``length`` bytes of this process's memory. Releases the GIL.
-
-    >>> import numpy as np
-    >>> block = np.arange(100, dtype=np.uint8)
-    >>> first = checksum(block.ctypes.data, 100)
-    >>> block[7] ^= 1
-    >>> first != checksum(block.ctypes.data, 100), checksum(block.ctypes.data, 0) == 0x2D06800538D394C2
-    (True, True)
-    """
-    return xxh3_64_intdigest((ctypes.c_char * length).from_address(address))

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.errors import Reason, TierError
+from kvferry.tiers.checksum import checksum
 from kvferry.tiers.disk.segments import PAGE_BYTES, SegmentFiles, tier_error
 from kvferry.tiers.disk.space import Record
-from kvferry.tiers.protocol import TierCopy, checksum
+from kvferry.tiers.protocol import TierCopy
 
 RUN_BYTES = 4 << 20
 """Most bytes of neighbouring blocks that move in one call, unless one block is longer."""

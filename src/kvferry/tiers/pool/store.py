@@ -22,10 +22,11 @@ import numpy.typing as npt
 
 from kvferry.errors import Reason, TierError, TransportError
 from kvferry.layout.shard import Region
+from kvferry.tiers.checksum import checksum
 from kvferry.tiers.pool.index import TRAILER_BYTES
-from kvferry.tiers.protocol import KEY_BYTES, BlockKey, TierCopy, checksum
+from kvferry.tiers.protocol import KEY_BYTES, BlockKey, TierCopy
 from kvferry.tiers.workers import CANCELLED
-from kvferry.transport.mooncake import LOOPBACK, Greeting, mooncake_environment, open_engine
+from kvferry.transport.mooncake import LOOPBACK, Greeting, install_mooncake, mooncake_environment, open_engine
 
 logger = logging.getLogger(__name__)
 
@@ -333,7 +334,7 @@ def import_store() -> Any:
         raise TierError(
             Reason.MISSING_DEPENDENCY,
             f"the pool cannot load Mooncake Store: {error}.",
-            'Install it: pip install "kvferry[mooncake]"; on Debian also apt-get install libibverbs1 libnuma1.',
+            install_mooncake(),
         ) from error
 
 
