@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from kvferry.arrays import Descriptors
-from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
+from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError, install_command
 from kvferry.layout.shard import Region
 from kvferry.transport.end_points import (
     NONCE_BYTES,
@@ -65,10 +65,6 @@ LOOPBACK = "127.0.0.1"
 MAX_QUEUED_DESCRIPTORS = 65535  # Mooncake's limit of one peer's queue; beyond it descriptors fail
 _VERSION = "0.3.13"
 _WITHOUT_CUDA, _WITH_CUDA = _DISTRIBUTIONS = "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"
-_REMEDY = (
-    'Install it: pip install "kvferry[mooncake]" (mooncake-transfer-engine-non-cuda==0.3.13.post1); '
-    "on Debian also apt-get install libibverbs1 libnuma1."
-)
 _NUM_LISTENERS = 2  # one for handshakes, one for data
 _INTERFACE = b"lo\0"
 _ENVIRONMENT: dict[str, str | None] = {
@@ -540,17 +536,25 @@ def is_built_with_cuda() -> bool:
     return _installed_version(_WITH_CUDA) is not None and _installed_version(_WITHOUT_CUDA) is None
 
 
+def install_mooncake() -> str:
+    """Return what to do where Mooncake is not installed, or in another version."""
+    command = install_command("mooncake-transfer-engine-non-cuda")
+    return f"Install it, on Debian after apt-get install libibverbs1 libnuma1: {command}"
+
+
 def _import_engine() -> Any:
     try:
         engine_class = importlib.import_module("mooncake.engine").TransferEngine
     except ImportError as error:
-        raise _unavailable(f"the mooncake transport cannot load Mooncake's engine: {error}.", _REMEDY) from error
+        raise _unavailable(
+            f"the mooncake transport cannot load Mooncake's engine: {error}.", install_mooncake()
+        ) from error
     found = [installed for name in _DISTRIBUTIONS if (installed := _installed_version(name))]
     if not any(installed == _VERSION or installed.startswith(f"{_VERSION}.") for installed in found):
         raise _unavailable(
             f"the mooncake transport needs the request order of Mooncake {_VERSION}; "
             f"the installed version is {', '.join(found) or 'unknown'}.",
-            _REMEDY,
+            install_mooncake(),
         )
     return engine_class
 
