@@ -26,8 +26,7 @@ from rich.table import Table
 from kvferry.cli.console import open_console
 from kvferry.execution.device import device_order
 from kvferry.execution.executor import Executor
-from kvferry.execution.local_copy import LocalCopy, LocalRoute
-from kvferry.execution.pinned_copy import PinnedMemory
+from kvferry.execution.local_copy import LocalCopy, LocalRoute, PinnedMemory
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.errors import KVFerryError
-from kvferry.execution.cuda_driver import find_device
+from kvferry.execution.device import find_device
 
 ROOT = Path(__file__).absolute().parent.parent
 DEVICE, SECOND_DEVICE = "cuda:0", "cuda:1"

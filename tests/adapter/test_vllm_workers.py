@@ -362,7 +362,7 @@ def test_trap_2_blocks_are_announced_only_when_what_clears_them_is_done(workers:
     """New blocks are zeroed at the begin of the step that orders the load, on a GPU perhaps after the call returned."""
     cleared = threading.Event()
     mark = SimpleNamespace(is_over=cleared.is_set, wait=cleared.wait)
-    workers.receiver._order = SimpleNamespace(is_immediate=False, mark=lambda: mark, wait_for=lambda _: None)
+    workers.receiver._order = SimpleNamespace(is_immediate=False, mark=lambda: mark)
     workers.compute(END)
     workers.announce()
     time.sleep(0.3)

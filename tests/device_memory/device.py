@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvferry.execution import cuda_driver, device_memory
+from kvferry.execution import device as device_module
+from kvferry.execution import digests, memory, trial
 from kvferry.execution.device import OVER, Mark
 from kvferry.layout.shard import Region
 from kvferry.transport import nixl, registry
@@ -24,11 +25,12 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nixl, "_import_bindings", lambda: standin_nixl)
     for name in ("nixl", "cma", "memcpy"):
         patch.setitem(registry.FACTORIES, name, FACTORY)
-    patch.setattr(device_memory, "allocate", allocate)
-    patch.setattr(device_memory, "as_bytes", as_bytes)
+    patch.setattr(memory, "allocate", allocate)
+    for module in (digests, trial):
+        patch.setattr(module, "as_bytes", as_bytes)
     patch.setattr(torch.Tensor, "to", to)
     standin_driver.reset()
-    patch.setattr(cuda_driver, "_load", lambda _: standin_driver.LIBRARY)
+    patch.setattr(device_module, "_load", lambda _: standin_driver.LIBRARY)
     patch.setattr(cache_memory, "caches", DeviceCaches())
     torch.set_num_threads(1)  # this process is a fork, which has none of its parent's threads
 
@@ -45,9 +47,6 @@ class ImmediateOrder:
     def mark(self) -> Mark:
         return OVER
 
-    def wait_for(self, mark: Mark) -> None:
-        pass
-
     def stream(self) -> int:
         return standin_driver.IMMEDIATE
 
@@ -61,13 +60,13 @@ class DeviceCaches:
 
 
 def allocate(num_bytes: int, device: str) -> tuple[DeviceMemory, Region]:
-    """In the place of :func:`kvferry.execution.device_memory.allocate`."""
+    """In the place of :func:`kvferry.execution.memory.allocate`."""
     memory = DeviceMemory(num_bytes, device)
     return memory, memory.region
 
 
 def as_bytes(region: Region) -> torch.Tensor:
-    """In the place of :func:`kvferry.execution.device_memory.as_bytes`."""
+    """In the place of :func:`kvferry.execution.memory.as_bytes`."""
     assert region.device == DEVICE
     return tensor_at(region.base_address, region.length)
 

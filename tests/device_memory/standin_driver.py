@@ -1,6 +1,6 @@
 """In the place of libcuda where there is no GPU: C functions behind real addresses, which copy by the second mapping.
 
-Only what :class:`kvferry.execution.cuda_driver.HostCopies` calls is here. More strictly than the driver, each copy must
+Only what :class:`kvferry.execution.device.HostCopies` calls is here. More strictly than the driver, each copy must
 lie between one allocation of the device and one pinned range of the host, in a stream that exists.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.execution.cuda_driver import BATCH_COPY_SINCE, BatchCopy
+from kvferry.execution.device import BATCH_COPY_SINCE, BatchCopy
 
 from ..local.fake_cuda import FakeStream
 from .untouchable import reachable, span_of

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from kvferry.errors import KVFerryError, Reason, TransportError
-from kvferry.execution import cuda_driver, pinned_copy
-from kvferry.execution.cuda_driver import HostCopies
-from kvferry.execution.device import CudaOrder, DeviceOrder
+from kvferry.execution import device as device_module
+from kvferry.execution import local_copy
+from kvferry.execution.device import CudaOrder, DeviceOrder, HostCopies
 from kvferry.execution.executor import Executor
-from kvferry.execution.pinned_copy import PinnedMemory, batch_ends
+from kvferry.execution.local_copy import PinnedMemory, batch_ends
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder, StoreOrder
 from kvferry.integrations.vllm.worker import offload as worker_offload
@@ -143,8 +143,8 @@ def test_batches_are_bounded_and_cover_every_row() -> None:
     assert ends[-1] == len(rows)
     assert ends == sorted(set(ends))
     for begin, end in zip([0, *ends], ends, strict=False):
-        assert end - begin <= pinned_copy.BATCH_ROWS
-        assert rows[begin : end - 1, 2].sum() <= pinned_copy.BATCH_BYTES
+        assert end - begin <= local_copy.BATCH_ROWS
+        assert rows[begin : end - 1, 2].sum() <= local_copy.BATCH_BYTES
 
 
 # Streams that a test runs: which launches wait, and what a job that is given up waits for.
@@ -372,10 +372,10 @@ def test_a_large_store_lets_a_load_go_first(
     on_streams: tuple[Rank, FakeStream, FakeStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, engine, copies = on_streams
-    monkeypatch.setattr(pinned_copy, "BATCH_ROWS", 1)
+    monkeypatch.setattr(local_copy, "BATCH_ROWS", 1)
     rank.step(OffloadStep(stores=[StoreOrder(1, whole([5, 6, 7, 8], [3, 0, 1, 2]))]))
     engine.run()
-    wait_until(lambda: len(standin_driver.batches) == pinned_copy.LAUNCHES_IN_FLIGHT)
+    wait_until(lambda: len(standin_driver.batches) == local_copy.LAUNCHES_IN_FLIGHT)
     time.sleep(0.05)
     assert len(standin_driver.batches) == 2, "no more is launched than is done"
     rank.step(OffloadStep(loads=[LoadOrder("r", 2, whole([3], [9]))]))
@@ -404,7 +404,7 @@ def test_an_engine_whose_slab_cannot_be_pinned_serves_without_offload(make_rank:
 @pytest.mark.parametrize("driver", ["of CUDA 11", "of CUDA 12.0"])
 def test_a_driver_without_batches_is_refused(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     functions = {"cuGetProcAddress_v2": lambda *_: 500} if driver == "of CUDA 12.0" else {}
-    monkeypatch.setattr(cuda_driver, "_load", lambda _: SimpleNamespace(**functions))
+    monkeypatch.setattr(device_module, "_load", lambda _: SimpleNamespace(**functions))
     with pytest.raises(TransportError, match=r"cuMemcpyBatchAsync.*CUDA 12\.8") as caught:
         HostCopies(DEVICE)
     assert caught.value.reason is Reason.UNSUPPORTED

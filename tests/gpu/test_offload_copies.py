@@ -12,8 +12,7 @@ import torch
 from kvferry.arrays import Bytes
 from kvferry.execution.device import OVER, Mark, device_order
 from kvferry.execution.executor import Executor, JobResult
-from kvferry.execution.local_copy import LocalCopy, LocalRoute
-from kvferry.execution.pinned_copy import BATCH_BYTES, PinnedMemory
+from kvferry.execution.local_copy import BATCH_BYTES, LocalCopy, LocalRoute, PinnedMemory
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Region, Shard

@@ -12,8 +12,8 @@ import torch
 
 from kvferry.cli.doctor import report_device
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
-from kvferry.execution import cuda_driver
-from kvferry.execution.cuda_driver import find_device
+from kvferry.execution import device
+from kvferry.execution.device import CudaDevice, find_device
 
 ROOT = Path(__file__).parents[2]
 MOST_SECONDS = 60.0
@@ -22,7 +22,7 @@ MOST_SECONDS = 60.0
 
 @pytest.fixture
 def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-of-no-machine.so.1")
+    monkeypatch.setattr(device, "LIBRARY", "libcuda-of-no-machine.so.1")
 
 
 def has_device() -> bool:
@@ -67,14 +67,14 @@ class Driver:
 
 
 def test_devices_are_counted_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda _: Driver())
-    assert find_device("cuda:1") == cuda_driver.CudaDevice("A GPU", sees_rdma_writes=True)
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda _: Driver())
+    assert find_device("cuda:1") == CudaDevice("A GPU", sees_rdma_writes=True)
     with pytest.raises(TransportError, match="sees 2 CUDA devices") as caught:
         find_device("cuda:2")
     assert caught.value.reason is Reason.UNSUPPORTED
-    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda _: Driver(ordering=0))
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda _: Driver(ordering=0))
     assert not find_device("cuda:0").sees_rdma_writes
-    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda _: Driver("cuInit"))
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda _: Driver("cuInit"))
     with pytest.raises(TransportError, match="cuInit of the CUDA driver returned 100"):
         find_device("cuda:0")
 
@@ -97,7 +97,7 @@ def test_doctor_refuses_a_device_that_is_not_there_without_importing_torch() -> 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the installed torch is built for CUDA")
 def test_doctor_says_that_torch_cannot_use_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_load", lambda _: Driver())
+    monkeypatch.setattr(device, "_load", lambda _: Driver())
     with pytest.raises(TransportError, match="is built without CUDA") as caught:
         report_device("cuda:0", "auto", json_output=False)
     assert caught.value.reason is Reason.MISSING_DEPENDENCY

@@ -18,8 +18,7 @@ from kvferry.execution import destination, peers
 from kvferry.execution import source as source_module
 from kvferry.execution.destination import Announcer
 from kvferry.execution.executor import JobResult
-from kvferry.execution.peers import OwnRank
-from kvferry.execution.peers import Peers
+from kvferry.execution.peers import OwnRank, Peers
 from kvferry.execution.source import Writer
 from kvferry.handoff import destination as handoff_destination
 from kvferry.handoff.holds import handle_of_transfer, transfer_of

@@ -12,7 +12,7 @@ from kvferry.execution import destination
 from kvferry.execution.destination import Announcement, Announcer, AwaitedLoad, SourceRank
 from kvferry.execution.device import HOST, DeviceOrder
 from kvferry.execution.executor import Phase
-from kvferry.execution.own_rank import OwnRank
+from kvferry.execution.peers import OwnRank
 from kvferry.handoff.destination import ASK_AGAIN_SECONDS
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.device import HOST
-from kvferry.execution.own_rank import OwnRank
+from kvferry.execution.peers import OwnRank
 from kvferry.execution.source import DestinationRank, Destinations
 from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint, Identity, Introduce, WriteKey
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust

@@ -14,7 +14,7 @@ from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution import source as source_module
 from kvferry.execution.device import HOST
 from kvferry.execution.executor import Phase
-from kvferry.execution.own_rank import OwnRank
+from kvferry.execution.peers import OwnRank
 from kvferry.execution.source import CHECK_ALIVE_SECONDS, LATE_SECONDS, Write, Writer
 from kvferry.handoff import source as writes_module
 from kvferry.handoff.holds import transfer_of

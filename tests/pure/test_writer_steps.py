@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvferry.execution.device import HOST, Mark
+from kvferry.execution.device import HOST
 from kvferry.execution.source import Writer
 from kvferry.handoff.messages import Identity, WriteKey
 from kvferry.handoff.source import END, Need, Prompt, WriteRequest
@@ -33,8 +33,6 @@ class Device:
         self.num_over = self.num_awaited = 0
 
     def enter_thread(self) -> None: ...
-
-    def wait_for(self, mark: Mark) -> None: ...
 
     def mark(self) -> Any:
         self.marks.append(threading.Event())

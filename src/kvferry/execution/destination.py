@@ -19,8 +19,7 @@ import msgspec
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.digests import PER_ADVANCE, PartCells, PartDigests, check_computes
 from kvferry.execution.executor import JobResult, Phase, clock
-from kvferry.execution.own_rank import OwnRank
-from kvferry.execution.peers import Peers
+from kvferry.execution.peers import OwnRank, Peers
 from kvferry.handoff.destination import DestinationLoad, Step
 from kvferry.handoff.handshake import decode_shards, fetch_directory, tell_refusal
 from kvferry.handoff.messages import (

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvferry.arrays import Addresses, Flags, Integers, memory_at
 from kvferry.errors import HandoffError, PlanError, Reason
-from kvferry.execution import device_memory
+from kvferry.execution.memory import as_bytes
 from kvferry.handoff.messages import MAX_DIGEST_BYTES, AnnouncedBlocks, WriteKey
 from kvferry.handoff.source import BlockList, HeldCut
 from kvferry.layout.shard import HOST_DEVICE, HeadRange, Shard
@@ -90,7 +90,7 @@ class CellSums:
 
     @cached_property
     def _on_device(self) -> "DeviceCells":
-        return DeviceCells(self.memory, device_memory.as_bytes(self.memory.region))
+        return DeviceCells(self.memory, as_bytes(self.memory.region))
 
 
 class DeviceCells:

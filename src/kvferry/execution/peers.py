@@ -1,17 +1,42 @@
-"""What a rank can learn of the life of its peers' processes."""
+"""One rank of this process, and what it can learn of the life of its peers' processes."""
+
+from dataclasses import dataclass
 
 from kvferry.errors import KVFerryError
-from kvferry.handoff.messages import Bounded, EndPoint
+from kvferry.execution.device import DeviceOrder
+from kvferry.execution.executor import Executor
+from kvferry.handoff.messages import Bounded, EndPoint, Identity
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
+from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust, nothing_listens
 from kvferry.layout.shard import HOST_DEVICE
 from kvferry.transport.end_points import Process, ProcessIdentity, hold_process, is_on_this_host, is_visible
+from kvferry.transport.registry import TransportSet
 
 PROBE_SECONDS = 0.2
 PROBE_AGAIN_SECONDS = 0.5
 """How long the result of a probe counts, for all transfers with one peer."""
 MAX_PROCESSES = 256
 """Processes of this host that a rank holds, each by an open file."""
+
+
+@dataclass(frozen=True)
+class OwnRank:
+    """How peers know the rank, and what moves its bytes.
+
+    ``name`` is unique among all ranks, ``shard`` is encoded, ``end_points`` are those of the rank's memory in
+    ``transports``.
+    """
+
+    name: str
+    shard: bytes
+    identity: Identity
+    end_points: dict[str, bytes]
+    transports: TransportSet
+    executor: Executor
+    order: DeviceOrder
+    client: Client
+    """Only a destination collects its answers."""
 
 
 class Peers:

@@ -21,8 +21,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import DeferredActions
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests, check_computes
 from kvferry.execution.executor import JobResult, Phase, clock
-from kvferry.execution.own_rank import OwnRank
-from kvferry.execution.peers import Peers
+from kvferry.execution.peers import OwnRank, Peers
 from kvferry.handoff.handshake import Versions, agree, compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer, is_of_hold
 from kvferry.handoff.messages import (

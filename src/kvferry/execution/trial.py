@@ -2,7 +2,8 @@
 
 They go the way of any load: engine's views, plan, transport and digests, in the transfer thread's device order. So what
 no test without this machine's device can show is shown on it before the engine says that it is ready. The engine
-writes, and so does the second agent.
+writes, and so does the second agent. Where there is no engine, as for ``kvferry doctor --device``, a small cache of
+one layout takes its place (:func:`try_device`).
 """
 
 import logging
@@ -15,11 +16,12 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution import device_memory
 from kvferry.execution.device import DeviceOrder, Mark
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
+from kvferry.execution.memory import as_bytes, placed
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.source import BlockList, Cut, Part, announced_blocks
+from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
@@ -131,7 +133,7 @@ class Trial:
         second = None
         try:
             # The memory must live as long as it is registered.
-            shard, memory = device_memory.placed(tier_shard(self._engine.shard, self._trips), self._order.device)
+            shard, memory = placed(tier_shard(self._engine.shard, self._trips), self._order.device)
             second = open_side(shard, self._opens)
             content.label()
             _await_mark(self._order.mark())
@@ -327,3 +329,51 @@ def late() -> HandoffError:
         f"the blocks did not arrive within {TRIAL_SECONDS:.0f} s.",
         "Check that the transport's library works on this machine.",
     )
+
+
+LAYERS, NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_SIZE, ITEMSIZE = ("0", "1", "2", "3"), 8, 8, 16, 128, 2
+"""Numbers of two bytes."""
+
+
+def try_device(order: DeviceOrder, layout: NamedLayout, *, opens: Callable[[], TransportSet]) -> TrialResult:
+    """Run the trial of a rank with a small cache of this layout.
+
+    Raises :class:`TransportError` (``trial-failed``), and the errors of ``opens`` and of registration.
+    """
+    order.enter_thread()
+    shard, memory = small_cache(layout, order.device)
+    side = open_side(shard, opens)
+    try:
+        return Trial(side, views_of(shard), order, opens, layout, Integrity.FULL).run()
+    finally:
+        side.close()
+        del memory
+
+
+def small_cache(layout: NamedLayout, device: str) -> "tuple[Shard, torch.Tensor]":
+    """Return a dense cache on a device, and its memory, which lives as long as the tensor."""
+    shard = shard_for(
+        layers=LAYERS,
+        num_kv_heads=NUM_HEADS,
+        head_size=HEAD_SIZE,
+        itemsize=ITEMSIZE,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        layout=layout,
+    )
+    return placed(shard, device)
+
+
+def views_of(shard: Shard) -> "Mapping[str, torch.Tensor]":
+    """Return the views of an engine: for each layer ``[block, head, token, channel]`` in numbers of two bytes."""
+    import torch
+
+    component = shard.groups[0].components[0]
+    numbers = as_bytes(shard.regions[0]).view(torch.int16)
+    strides = (component.block_stride, component.head_stride, component.token_stride, component.channel_stride)
+    shape = NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, component.num_channels
+    in_numbers = tuple(stride // ITEMSIZE for stride in strides)
+    return {
+        layer: torch.as_strided(numbers, shape, in_numbers, offset // ITEMSIZE)
+        for layer, offset in zip(component.layers, component.layer_offsets, strict=True)
+    }

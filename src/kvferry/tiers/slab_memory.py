@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from kvferry.errors import Reason, TierError
-from kvferry.execution.huge_pages import collapse_to_huge_pages
+from kvferry.execution.memory import collapse_to_huge_pages
 from kvferry.layout.shard import Region
 from kvferry.units import format_bytes
 

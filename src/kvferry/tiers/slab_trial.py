@@ -13,11 +13,18 @@ import msgspec
 
 from kvferry.errors import KVFerryError, Reason, TransportError
 from kvferry.execution.device import DeviceOrder
-from kvferry.execution.device_trial import small_cache, views_of
 from kvferry.execution.executor import Executor
-from kvferry.execution.local_copy import LocalCopy, LocalRoute
-from kvferry.execution.pinned_copy import PinnedMemory
-from kvferry.execution.trial import TRIAL_SECONDS, LabelledBlocks, TrialResult, choose_blocks, late, tier_shard
+from kvferry.execution.local_copy import LocalCopy, LocalRoute, PinnedMemory
+from kvferry.execution.trial import (
+    TRIAL_SECONDS,
+    LabelledBlocks,
+    TrialResult,
+    choose_blocks,
+    late,
+    small_cache,
+    tier_shard,
+    views_of,
+)
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.tiers.slab_memory import SlabMemory

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvferry.execution.huge_pages import collapse_to_huge_pages
+from kvferry.execution.memory import collapse_to_huge_pages
 from kvferry.integrations.vllm.kernels.engine import ask_for_amx, check_engine_kernels
 from kvferry.integrations.vllm.translate import fill_scales_in_slots, resolved_layout, shard_of
 from kvferry.layout.shard import HOST_DEVICE, Shard

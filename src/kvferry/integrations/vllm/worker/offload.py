@@ -19,8 +19,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from kvferry.errors import KVFerryError, LayoutError, Reason
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
-from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute
-from kvferry.execution.pinned_copy import PinnedMemory
+from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute, PinnedMemory
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import (
     LoadOrder,

@@ -20,7 +20,7 @@ from kvferry.execution.destination import Announcement, Announcer, Compares, Sou
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.digests import comparable
 from kvferry.execution.executor import Executor, JobResult, cores_that_do_not_compute
-from kvferry.execution.own_rank import OwnRank
+from kvferry.execution.peers import OwnRank
 from kvferry.execution.source import Writer
 from kvferry.execution.trial import Side, Trial
 from kvferry.handoff.holds import TRANSFER_GENERATION, engine_drains, lease_lost, weights_changed
