@@ -392,6 +392,12 @@ def test_an_address_to_which_the_engine_does_not_connect_is_a_400(host: str, par
         assert serve(params | {"remote_host": name}, "a") == ("completion", ["begun"])
 
 
+def test_settings_of_a_program_may_be_sets(params: dict[str, Any]) -> None:
+    """``LLM(kv_transfer_config=...)`` gets its settings from Python, not from JSON."""
+    config = "KVFerryConnector", {"allowed_hosts": {"203.0.113.0/24", "a-name"}}
+    assert serve(params | {"remote_host": "203.0.113.1"}, "a", config) == ("completion", ["begun"])
+
+
 def test_the_name_of_a_hold_is_no_transfer_of_a_router(params: dict[str, Any]) -> None:
     """Only who has read the prefill engine's answer may have the prompt."""
     hold = f"hold:{params['kvferry']['generation']}"

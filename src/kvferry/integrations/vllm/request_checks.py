@@ -71,7 +71,7 @@ def check_params(config: Any, params: object, request_id: str, num_prompts: int 
             "Send each prompt in a request of its own.",
         )
     if params.get("do_remote_prefill"):
-        _check_source(_trust_of(json.dumps(dict(settings), sort_keys=True)), params, request_id)
+        _check_source(_trust_of(json.dumps(dict(settings), sort_keys=True, default=list)), params, request_id)
 
 
 def check_own_prompt(config: Any, params: Any, request: Any) -> None:
