@@ -108,7 +108,7 @@ def test_an_engine_with_keys_is_asked_with_its_keys(make_role: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*"])
 def test_an_engine_that_listens_on_every_interface_is_asked_on_this_host(host: str, make_role: Any) -> None:
-    own = {"host": host, "advertised_host": "203.0.113.1", "allow_unauthenticated": True, "port": free_port()}
+    own = {"host": host, "advertised_host": "203.0.113.1", "keys": "none", "port": free_port()}
     make_role(FULL, **own)
     assert ready(server(own)) == READY
 

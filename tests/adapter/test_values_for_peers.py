@@ -111,7 +111,7 @@ def read_by_all(host: str, engine_id: str = "e", model_id: str = "m") -> None:
 @example("[fd00::1]")
 @example("prefill_0.example.")
 def test_a_host_that_the_settings_take_is_one_that_every_peer_takes(host: str) -> None:
-    for given_host in ({"advertised_host": host}, {"host": host, "allow_unauthenticated": True}):
+    for given_host in ({"advertised_host": host}, {"host": host, "keys": "none"}):
         settings = accepted(given_host)
         if settings is not None:
             read_by_all(settings.reachable_host)
@@ -163,7 +163,7 @@ def test_an_engine_id_with_which_an_engine_starts_is_one_that_every_peer_takes(e
 @pytest.mark.parametrize("name", ["host", "advertised_host"])
 def test_what_is_no_host_is_refused_with_what_to_write(name: str, host: str, why: str, write: str) -> None:
     with pytest.raises(SettingsError, match=f"^{name} .* is no host: {why}") as refused:
-        parse_settings({name: host, "allow_unauthenticated": True})
+        parse_settings({name: host, "keys": "none"})
     assert refused.value.reason is Reason.INVALID_SETTING
     assert refused.value.remedy.startswith(f"Write {write}")
 

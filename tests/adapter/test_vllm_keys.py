@@ -45,7 +45,8 @@ def test_a_host_that_others_reach_needs_keys_or_a_word(host: str, folder: str) -
         parse_settings(given)
     assert caught.value.reason is Reason.INVALID_SETTING
     assert "kvferry keys new" in caught.value.remedy
-    assert parse_settings({**given, "allow_unauthenticated": True}).host == host
+    assert '"keys": "none"' in caught.value.remedy
+    assert parse_settings({**given, "keys": "none"}).host == host
     assert parse_settings({**given, "keys": folder}).host == host
 
 
@@ -57,8 +58,6 @@ def test_this_machine_needs_no_keys(host: str) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"keys": "folder", "allow_unauthenticated": True},
-        {"allow_unauthenticated": "yes"},
         {"allowed_hosts": "10.0.0.0/8"},
         {"allowed_hosts": ["10.0.0.0/33"]},
         {"allowed_hosts": ["http://prefill-0"]},
@@ -85,8 +84,16 @@ def test_where_an_engine_connects_follows_from_its_settings() -> None:
 
     assert not connects()
     assert connects(allowed_hosts=["203.0.113.0/24"])
-    assert connects(allow_unauthenticated=True)
-    assert not connects(allow_unauthenticated=True, allowed_hosts=["10.0.0.0/8"])
+    assert connects(keys="none")
+    assert not connects(keys="none", allowed_hosts=["10.0.0.0/8"])
+
+
+def test_only_the_word_alone_means_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_keys(tmp_path / "none")
+    assert trust_of(parse_settings({"keys": "none"})).keys is None
+    for folder in ("./none", str(tmp_path / "none")):
+        assert trust_of(parse_settings({"keys": folder})).keys is not None
 
 
 def test_an_engine_without_a_complete_folder_does_not_start(make_role: Any, folder: str, tmp_path: Path) -> None:

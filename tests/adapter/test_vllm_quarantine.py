@@ -59,7 +59,7 @@ def test_ranks_that_may_be_on_other_hosts_report_where_these_reach_the_engine(ex
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "::", "[::]"])
 def test_ranks_report_over_loopback_to_an_engine_that_listens_on_every_interface(host: str, make_role: Any) -> None:
     """Where the host has no IPv6, nobody connects to "::", although its listener takes connections over IPv4."""
-    role = make_role(FULL, host=host, advertised_host="203.0.113.1", allow_unauthenticated=True)
+    role = make_role(FULL, host=host, advertised_host="203.0.113.1", keys="none")
     assert next_step(role).engine.where.host == "127.0.0.1"
 
 

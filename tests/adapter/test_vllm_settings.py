@@ -56,10 +56,10 @@ def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
         ({"host": "localhost"}, False),
         ({"host": "::1"}, False),
         ({"allowed_hosts": ["127.0.0.2"]}, False),
-        ({"host": "192.0.2.2", "allow_unauthenticated": True}, True),
-        ({"host": "0.0.0.0", "advertised_host": "prefill-0", "allow_unauthenticated": True}, True),
+        ({"host": "192.0.2.2", "keys": "none"}, True),
+        ({"host": "0.0.0.0", "advertised_host": "prefill-0", "keys": "none"}, True),
         ({"allowed_hosts": ["10.1.0.0/16"]}, False),
-        ({"allow_unauthenticated": True}, False),
+        ({"keys": "none"}, False),
         ({"advertised_host": "192.0.2.2", "allowed_hosts": ["10.1.0.0/16"]}, True),
     ],
 )
@@ -78,7 +78,7 @@ def test_transports_listen_for_other_hosts_only_where_the_engine_does(
     role.WorkerRole(config, None, parse_settings(settings))  # type: ignore[arg-type]
     [(name, network)] = opened
     assert (name, network.listens_at != "127.0.0.1") == ("auto", is_meant)
-    with pytest.raises(HandoffError) if "allow_unauthenticated" not in settings else nullcontext():
+    with pytest.raises(HandoffError) if "keys" not in settings else nullcontext():
         network.addresses_of("203.0.113.1", 5600)
 
 
@@ -96,7 +96,7 @@ def test_transports_listen_for_other_hosts_only_where_the_engine_does(
 )
 def test_transports_listen_where_the_engine_does(settings: dict[str, Any], listens_at: str) -> None:
     """An engine on loopback is met by its own host alone, whomever it trusts: any process of another could write."""
-    for trust in ({"keys": "folder"}, {"allow_unauthenticated": True}):
+    for trust in ({"keys": "folder"}, {"keys": "none"}):
         assert parse_settings({**settings, **trust}).transports_listen_at == listens_at
 
 
@@ -189,7 +189,7 @@ def test_every_interface_is_refused_as_an_advertised_address(host: str) -> None:
             parse_settings(settings)
         assert refusal.value.reason is Reason.INVALID_SETTING
         assert '"advertised_host"' in refusal.value.remedy
-    given = {"host": host, "advertised_host": "prefill-0", "allow_unauthenticated": True}
+    given = {"host": host, "advertised_host": "prefill-0", "keys": "none"}
     assert parse_settings(given).host == host
 
 

@@ -27,6 +27,7 @@ from kvferry.transport.network import THIS_HOST
 from kvferry.transport.registry import FACTORIES
 from kvferry.transport.registry import check_setting as check_transport
 
+NO_KEYS = "none"
 _LISTED = "'kvferry settings' lists the settings of each connector and what they may be."
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400, extra={"unit": "seconds"})]
 Port = Annotated[int, msgspec.Meta(ge=0, le=LAST_PORT)]
@@ -114,25 +115,19 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         about(
             "A folder made by `kvferry keys new`: engines encrypt their messages, accept only engines whose "
-            "certificates they trust, and sign what passes through routers; needed where `host` is not loopback.",
+            "certificates they trust, and sign what passes through routers; needed where `host` is not loopback, or "
+            '`"none"` there: other hosts connect without keys, and whoever reaches the ports is taken for an engine.',
             unit="path",
-            unset="none",
+            unset="no keys",
             page="security.md#keys",
         ),
     ] = ""
-    allow_unauthenticated: Annotated[
-        bool,
-        about(
-            "Allows a `host` other than loopback without `keys`: whoever reaches its ports is taken for an engine.",
-            page="security.md#keys",
-        ),
-    ] = False
     allowed_hosts: Annotated[
         tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=253)], ...],
         about(
             'A list of names, addresses and networks (`["prefill-0.example", "10.1.0.0/16"]`) to which the engine '
             "connects where a request or a router names them, besides loopback and hosts that a trusted engine has "
-            "signed; without it, `allow_unauthenticated` allows every host.",
+            'signed; without it, `"keys": "none"` allows every host.',
             unset="none",
             page="security.md#where-an-engine-connects",
         ),
@@ -268,7 +263,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         With keys, signed parameters name hosts that no setting does.
         """
         hosts = (self.host, *self.allowed_hosts)
-        return bool(self.keys) or self.allow_unauthenticated or not all(is_loopback(host) for host in hosts)
+        return bool(self.keys) or not all(is_loopback(host) for host in hosts)
 
     @property
     def transports_listen_at(self) -> str:
@@ -404,17 +399,12 @@ def _check_not_of_ranks(settings: Settings, port: int, name: str) -> None:
 
 
 def _check_keys(settings: Settings) -> None:
-    if settings.keys and settings.allow_unauthenticated:
-        raise invalid_setting(
-            "keys and allow_unauthenticated are both set: with keys, no engine is heard that is not authenticated.",
-            'Leave out "allow_unauthenticated", or "keys".',
-        )
-    if not (settings.keys or settings.allow_unauthenticated or is_loopback(settings.host)):
+    if not (settings.keys or is_loopback(settings.host)):
         raise invalid_setting(
             f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there could "
             "read, change and free caches.",
             "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
-            '"allow_unauthenticated" to true where nobody else reaches the network.',
+            '"keys": "none" where nobody else reaches the network.',
         )
     for host in settings.allowed_hosts:
         if as_network(host) is None and not _NAME.fullmatch(host):
@@ -426,8 +416,9 @@ def _check_keys(settings: Settings) -> None:
 
 def trust_of(settings: Settings) -> Trust:
     """Return whom the engine trusts. Reads the keys; raises :class:`SettingsError` as :class:`Keys` does."""
-    anywhere = settings.allow_unauthenticated and not settings.allowed_hosts
-    return Trust(Keys(settings.keys) if settings.keys else None, settings.allowed_hosts, anywhere=anywhere)
+    if settings.keys == NO_KEYS:
+        return Trust(None, settings.allowed_hosts, anywhere=not settings.allowed_hosts)
+    return Trust(Keys(settings.keys) if settings.keys else None, settings.allowed_hosts)
 
 
 def _check_router(settings: Settings) -> None:
