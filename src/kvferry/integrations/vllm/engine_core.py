@@ -15,6 +15,9 @@ from weakref import WeakSet
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.handoff.messages import FIRST_WEIGHTS, MAX_TEXT_LENGTH
+from kvferry.peer_log import PeerLog
+
+logger = PeerLog(logging.getLogger(__name__))
 
 
 class Engine:
@@ -135,8 +138,6 @@ def _on_the_stack(kind: type) -> Any:
         frame = frame.f_back  # type: ignore[assignment]
     return None
 
-
-logger = logging.getLogger(__name__)
 
 RANK_NAME = "VllmWorker-"
 """How vLLM's executor names the processes of its ranks."""
