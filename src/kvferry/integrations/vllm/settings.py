@@ -152,24 +152,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_seconds: Annotated[
         Seconds,
         about(
-            "How long a finished prompt is held until a decode engine comes and renews; also how long a decode engine "
-            "whose steps hang goes on renewing.",
+            "How long a finished prompt is held until a decode engine comes and renews, and a tenth of how long it is "
+            "held at most; also how long a decode engine whose steps hang goes on renewing.",
             page="failures.md#leases",
         ),
     ] = 60.0
-    max_hold_seconds: Annotated[
-        Seconds,
-        about(
-            "The greatest age of a held prompt, whatever is renewed; at least `lease_seconds` and "
-            "`load_timeout_seconds`.",
-        ),
-    ] = 600.0
     turn_seconds: Annotated[
         Annotated[float, msgspec.Meta(ge=0, le=86400, extra={"unit": "seconds"})],
         about(
-            "How long, at most `max_hold_seconds`, a decode engine keeps what it has computed for the next "
-            "turn of the conversation, where the router gives its answer's parameters to a prefill engine; the engine "
-            "takes the blocks back when it needs them. 0 keeps nothing.",
+            "How long a decode engine keeps what it has computed for the next turn of the conversation, where the "
+            "router gives its answer's parameters to a prefill engine; the engine takes the blocks back when it needs "
+            "them. 0 keeps nothing.",
             page="conversations.md",
         ),
     ] = 0.0
@@ -229,6 +222,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def requires_digests(self) -> bool:
         """Whether a load from a prefill engine without digests, and a cache that has none, is refused."""
         return self.integrity != "auto"
+
+    @property
+    def max_hold_seconds(self) -> float:
+        """The greatest age of a held prompt, whatever is renewed."""
+        return max(10 * self.lease_seconds, self.load_timeout_seconds, self.turn_seconds)
 
     @property
     def handshake_timeout_seconds(self) -> float:
@@ -291,7 +289,6 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     if settings.transfer_log and not folder.is_dir():
         problem = f"transfer_log {settings.transfer_log!r}: there is no folder {str(folder)!r}."
         raise invalid_setting(problem, "Make the folder, or name a file in one that exists.")
-    _check_times(settings, extra_config)
     _check_host(settings)
     try:
         as_peers_read(settings.model_id or "unset", Identifier)
@@ -340,20 +337,6 @@ def _choices(kind: type[msgspec.Struct], error: str) -> str:
         if field.name == name and isinstance(about, msgspec.inspect.LiteralType):
             return f"Use {' or '.join(map(repr, about.values))}. "
     return ""
-
-
-def _check_times(settings: Settings, given: Mapping[str, Any]) -> None:
-    def written(name: str) -> str:
-        return f"{getattr(settings, name):g}{'' if name in given else ', the default'}"
-
-    most = settings.max_hold_seconds
-    for name in ("load_timeout_seconds", "lease_seconds", "turn_seconds"):
-        if (seconds := getattr(settings, name)) > most:
-            raise invalid_setting(
-                f"{name} ({written(name)}) is above max_hold_seconds ({written('max_hold_seconds')}), after which a "
-                "held prompt ends.",
-                f"Set max_hold_seconds to at least {seconds:g}, or {name} to at most {most:g}.",
-            )
 
 
 def _check_host(settings: Settings) -> None:

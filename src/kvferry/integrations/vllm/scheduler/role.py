@@ -438,7 +438,7 @@ class SchedulerRole:
                 seconds = self._state.holds.renewed_lease_seconds
                 return f"the decode engine has not renewed for {seconds:g} s: it has ended, or its steps do not end"
             case Ending.TOO_OLD:
-                return f"the hold reached the greatest age, max_hold_seconds ({settings.max_hold_seconds:g} s)"
+                return f"the hold reached the greatest age, {settings.max_hold_seconds:g} s"
             case _:
                 return None
 
