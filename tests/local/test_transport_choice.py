@@ -146,7 +146,7 @@ def test_auto_goes_on_without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     side = open_transports("auto")
     assert list(side.transports) == ["cma"]
     side.close()
-    with pytest.raises(TransportError, match="pip install nixl") as caught:
+    with pytest.raises(TransportError, match="pip install nixl==") as caught:
         open_transports("nixl")
     assert caught.value.reason is Reason.MISSING_DEPENDENCY
 
@@ -155,7 +155,7 @@ def test_mooncake_is_opened_by_name_only_and_says_what_to_install(monkeypatch: p
     assert "mooncake" not in AUTO
     monkeypatch.setitem(sys.modules, "mooncake", None)
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
-    with pytest.raises(TransportError, match=r"pip install \"kvferry\[mooncake\]\"") as caught:
+    with pytest.raises(TransportError, match="pip install mooncake-transfer-engine-non-cuda==") as caught:
         open_transports("mooncake")
     assert caught.value.reason is Reason.TRANSPORT_UNAVAILABLE
 

