@@ -144,7 +144,7 @@ def test_blocks_are_written_through_and_promoted(engine: Engine) -> None:
     assert engine.ask("a", 1, 2, 3) is None
     assert engine.answer("a", 1, 2, 3) == [1, 2, 3]
     engine.load("a", 1, 2, 3)
-    assert engine.stack.locate(block_keys(1, 2, 3), engine.now).tolist() == [0, 0, 0]
+    assert engine.host.look_up(block_keys(1, 2, 3)).tolist() == [Presence.HELD] * 3
     engine.settle()
     engine.check_nothing_is_left()
     lower = engine.stack.snapshot(engine.now)["lower"]
@@ -164,7 +164,7 @@ def test_every_promised_block_is_pinned_until_it_is_loaded(engine: Engine) -> No
         engine.store(number)
         engine.settle()
     engine.check(load.keys, load.slots.addresses.tolist())
-    assert engine.stack.locate(block_keys(1, 2), engine.now).tolist() == [0, 0]
+    assert engine.host.look_up(block_keys(1, 2)).tolist() == [Presence.HELD] * 2
     assert engine.host.look_up(block_keys(3)).tolist() == [Presence.ABSENT], "it was not chosen, so its pin ended"
     engine.stack.complete_load("a")
     engine.settle()
