@@ -29,7 +29,6 @@ REFUSALS = (
     Refusal("another-model", "another model", Reason.HEAD_SIZE_MISMATCH, Where.ENGINES),
     Refusal("another-dtype", "caches of float32 and bfloat16", Reason.DTYPE_MISMATCH, Where.ENGINES),
     Refusal("mla-cross-layer", "MLA in a cross-layer layout on the CPU", Reason.KERNEL_CANNOT_READ_LAYOUT, Where.START),
-    Refusal("unknown-layout", "a layout that does not exist", Reason.UNKNOWN_LAYOUT, Where.START),
     Refusal("concurrent-ranks", "data-parallel ranks behind a concurrent router", Reason.UNSUPPORTED, Where.START),
     Refusal("context-parallel", "decode context parallelism", Reason.UNSUPPORTED, Where.ADAPTER),
     Refusal("prefill-context-parallel", "prefill context parallelism", Reason.UNSUPPORTED, Where.ADAPTER),

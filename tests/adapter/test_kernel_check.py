@@ -209,7 +209,7 @@ def test_an_engine_is_refused_a_layout_that_its_kernel_misreads(monkeypatch: pyt
     ) as no:
         check_engine_kernels(*parts, NamedLayout.BHLNC)
     assert no.value.reason is Reason.KERNEL_CANNOT_READ_LAYOUT
-    assert "'layout' to LBHNC" in no.value.remedy
+    assert "VLLM_KV_CACHE_LAYOUT to LBHNC" in no.value.remedy
 
 
 @pytest.mark.parametrize(

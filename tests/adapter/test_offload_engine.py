@@ -50,7 +50,7 @@ def make_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
             ("register_caches", rank.shard),
         ):
             monkeypatch.setattr(worker_offload, name, lambda *_, value=value: value)
-        extra = {"host_bytes": host_blocks * BLOCK_BYTES, "loads": "always", "layout": layout, **given}
+        extra = {"host_bytes": host_blocks * BLOCK_BYTES, "loads": "always", **given}
         transfer = {"kv_connector": "KVFerryOffloadConnector", "kv_connector_extra_config": extra}
         engine = LabelEngine(rank, model, transfer, asynchronous=asynchronous, layout=layout)
         made.append(engine)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
-from kvferry.integrations.vllm.settings import Settings, control_port, parse_settings
+from kvferry.integrations.vllm.settings import control_port, parse_settings
 from kvferry.layout.named_layouts import NamedLayout
 
 from ..local.engines_in_process import filled_ranks
@@ -21,7 +21,7 @@ from ..local.engines_in_process import filled_ranks
         ("lease_second", "lease_seconds"),
         ("trasnport", "transport"),
         ("loadtimeout", "load_timeout_seconds"),
-        ("Layout", "layout"),
+        ("Transport", "transport"),
     ],
 )
 def test_an_unknown_setting_names_the_nearest(wrong: str, nearest: str) -> None:
@@ -199,21 +199,22 @@ def engine(use_mla: bool = False, is_hybrid: bool = False) -> Any:
 def test_the_layout_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvferry.integrations.vllm import plugin
 
-    assert plugin.preferred_layout(engine(), Settings()) is NamedLayout.BHLNC
-    assert plugin.preferred_layout(engine(is_hybrid=True), Settings()) is NamedLayout.BLHNC
-    assert plugin.preferred_layout(engine(), Settings(layout="LBHNC")) is NamedLayout.LBHNC
+    assert plugin.preferred_layout(engine()) is NamedLayout.BHLNC
+    assert plugin.preferred_layout(engine(is_hybrid=True)) is NamedLayout.BLHNC
     monkeypatch.setattr(plugin, "on_cpu", lambda: True)
-    assert plugin.preferred_layout(engine(use_mla=True), Settings()) is None
+    assert plugin.preferred_layout(engine(use_mla=True)) is None
     monkeypatch.setattr(plugin, "on_cpu", lambda: False)
-    assert plugin.preferred_layout(engine(use_mla=True), Settings()) is NamedLayout.BLHNC
+    assert plugin.preferred_layout(engine(use_mla=True)) is NamedLayout.BLHNC
 
 
-def test_an_unknown_layout_is_refused() -> None:
-    from kvferry.integrations.vllm.plugin import preferred_layout
+@pytest.mark.parametrize("layout", NamedLayout)
+def test_vllms_variable_takes_every_layout_and_wins(layout: NamedLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
 
-    with pytest.raises(KVFerryError) as refusal:
-        preferred_layout(engine(), Settings(layout="BHLCN"))
-    assert refusal.value.reason is Reason.UNKNOWN_LAYOUT
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_layout=None), kv_transfer_config=None)
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout.value)
+    assert resolve_kv_cache_layout(config, [[each.value for each in NamedLayout]]).name == layout.value
 
 
 @pytest.mark.parametrize("layout", [layout for layout in NamedLayout if layout.is_cross_layer])
@@ -222,17 +223,17 @@ def test_cross_layer_mla_is_refused_on_cpus(layout: NamedLayout, monkeypatch: py
 
     monkeypatch.setattr(plugin, "on_cpu", lambda: True)
     with pytest.raises(KVFerryError) as refusal:
-        plugin.check_layout(engine(use_mla=True), layout, Settings())
+        plugin.check_layout(engine(use_mla=True), layout)
     assert refusal.value.reason is Reason.KERNEL_CANNOT_READ_LAYOUT
-    plugin.check_layout(engine(use_mla=True), NamedLayout.LBNHC, Settings())
+    plugin.check_layout(engine(use_mla=True), NamedLayout.LBNHC)
 
 
 def test_a_layout_that_the_engine_does_not_use_is_explained(caplog: pytest.LogCaptureFixture) -> None:
     from kvferry.integrations.vllm.plugin import check_layout
 
-    check_layout(engine(), NamedLayout.BHLNC, Settings())
+    check_layout(engine(), NamedLayout.BHLNC)
     assert not caplog.records
-    check_layout(engine(), NamedLayout.LBHNC, Settings())
+    check_layout(engine(), NamedLayout.LBHNC)
     assert "asked for KV cache layout BHLNC and the engine uses LBHNC" in caplog.text
 
 

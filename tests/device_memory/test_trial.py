@@ -116,7 +116,7 @@ def test_a_shard_that_says_the_wrong_place_is_found_through_the_engines_views() 
     assert error.reason is Reason.TRIAL_FAILED
     assert "layout BLHNC, transport nixl" in error.message
     assert "bytes are wrong" in error.message
-    assert '"layout"' in error.remedy
+    assert "VLLM_KV_CACHE_LAYOUT" in error.remedy
 
 
 def moves_nothing_of_the_device() -> Callable[[Any, int], int]:

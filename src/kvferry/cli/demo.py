@@ -116,7 +116,6 @@ class DemoSettings:
     def engine(self, role: Role, tp_size: int, model: Path, folder: Path, **more: Any) -> EngineSettings:
         """Return the settings of the engine with ``role``; ``more`` are settings of its connector."""
         settings: dict[str, Any] = {"transport": self.transport, "lease_seconds": LONG_LEASE}
-        settings |= {"layout": self.layout} if self.layout is not None else {}
         settings |= {"transfer_log": str(folder / TRANSFER_LOG)} if role == "kv_consumer" else {}
         return EngineSettings(
             model,
@@ -127,6 +126,7 @@ class DemoSettings:
             kv_cache_bytes=CACHE_BYTES // tp_size,
             cores=spread_over_cores(tp_size, from_last=role == "kv_consumer"),
             gpu_memory=self.gpu_memory,
+            layout=self.layout,
         )
 
 

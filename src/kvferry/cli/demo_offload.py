@@ -64,8 +64,6 @@ class OffloadDemo:
             # The demo shows what is found; a model as small as these is often quicker to compute.
             "loads": "always",
         }
-        if options.layout is not None:
-            settings["layout"] = options.layout
         cache_bytes = CACHE_TOKENS * num_layers * cache.page_bytes(1, tp_size)
         role: Role | None = "kv_both" if offloads else None
         return EngineSettings(
@@ -79,6 +77,7 @@ class OffloadDemo:
             kv_cache_bytes=cache_bytes,
             cores=spread_over_cores(tp_size, from_last=not offloads),
             gpu_memory=options.gpu_memory,
+            layout=options.layout if offloads else None,
             arguments=("--prefix-caching-hash-algo", "sha256_cbor"),
         )
 

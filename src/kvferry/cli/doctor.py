@@ -476,4 +476,4 @@ def _print_kernels(measured: Measured) -> None:
     if measured.error:
         console.print(f"[red]The kernels' process failed after the last row: {escape(measured.error)}[/]")
     if not measured.is_healthy:
-        console.print("A layout marked * fails: set 'layout' to another one.")
+        console.print("A layout marked * fails: set VLLM_KV_CACHE_LAYOUT to another one.")

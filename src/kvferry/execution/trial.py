@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
-from kvferry.execution.device import DeviceOrder, Mark
+from kvferry.execution.device import DeviceOrder
 from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
 from kvferry.execution.memory import as_bytes, placed
 from kvferry.handoff.messages import WriteKey
@@ -75,15 +75,8 @@ class Trip(NamedTuple):
     away: Sequence[int]
     returned: Sequence[int]
 
-    def out(self) -> GroupBlocks:
-        """Return the request of the second agent."""
-        return self._request(self.labelled, self.away)
-
-    def back(self) -> GroupBlocks:
-        """Return the request of the engine."""
-        return self._request(self.away, self.returned)
-
-    def _request(self, source: Sequence[int], destination: Sequence[int]) -> GroupBlocks:
+    def request(self, source: Sequence[int], destination: Sequence[int]) -> GroupBlocks:
+        """Return the blocks of a move out or back."""
         return GroupBlocks(
             group=self.group,
             first_token=0,
@@ -136,9 +129,11 @@ class Trial:
             shard, memory = placed(tier_shard(self._engine.shard, self._trips), self._order.device)
             second = open_side(shard, self._opens)
             content.label()
-            _await_mark(self._order.mark())
-            self._write(self._engine, second, [trip.out() for trip in self._trips])
-            self._write(second, self._engine, [trip.back() for trip in self._trips])
+            launched, deadline = self._order.mark(), time.monotonic() + TRIAL_SECONDS
+            while not launched.is_over():
+                _wait(deadline)
+            self._write(self._engine, second, [trip.request(trip.labelled, trip.away) for trip in self._trips])
+            self._write(second, self._engine, [trip.request(trip.away, trip.returned) for trip in self._trips])
             content.compare()
         except KVFerryError as error:
             raise self._failed(error) from error
@@ -190,8 +185,8 @@ class Trial:
             remedy = 'Set "integrity" to "off" to see whether the bytes or their sums are wrong, and report it.'
         else:
             remedy = (
-                f'Try another "layout" or "transport" (`kvferry doctor --device {device}` tries every layout), and '
-                f"leave UCX_TLS unset. {error.remedy}"
+                f'Try another VLLM_KV_CACHE_LAYOUT or "transport" (`kvferry doctor --device {device}` tries every '
+                f"layout), and leave UCX_TLS unset. {error.remedy}"
             )
         where = f"{device}, layout {self._layout}, transport {self._transport}"
         return TransportError(Reason.TRIAL_FAILED, f"the trial at start failed ({where}): {error.message}", remedy)
@@ -247,7 +242,9 @@ class LabelledBlocks:
         last = max(block for trip in trips for block in trip.returned)
         self._others = [0, *([last + 1] if last + 1 < min(group.num_blocks for group in shard.groups) else [])]
         self._before = {
-            (layer, block): views[layer][block].clone() for name, layer in self._layers for block in self._touched(name)
+            (layer, block): views[layer][block].clone()
+            for name, layer in self._layers
+            for block in (*self._trips[name].labelled, *self._trips[name].returned)
         }
         self._unchanged = {
             (layer, block): _bytes_of(views[layer][block]) for _, layer in self._layers for block in self._others
@@ -281,9 +278,6 @@ class LabelledBlocks:
         for (layer, block), content in self._before.items():
             self._views[layer][block].copy_(content)
 
-    def _touched(self, name: str) -> list[int]:
-        return [*self._trips[name].labelled, *self._trips[name].returned]
-
     def _check(self, layer: str, block: int, expected: Any) -> None:
         wrong = np.flatnonzero(_bytes_of(self._views[layer][block]) != expected)
         if wrong.size:
@@ -308,12 +302,6 @@ def _bytes_of(view: "torch.Tensor") -> Any:
     import torch
 
     return view.cpu().contiguous().view(torch.uint8).numpy().reshape(-1).copy()
-
-
-def _await_mark(mark: Mark) -> None:
-    deadline = time.monotonic() + TRIAL_SECONDS
-    while not mark.is_over():
-        _wait(deadline)
 
 
 def _wait(deadline: float) -> None:

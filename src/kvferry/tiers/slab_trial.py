@@ -67,9 +67,9 @@ class SlabTrial:
             content.label()
             labelled = self._order.mark()
             stores, loads = LocalRoute([self._shard], slab, own=[0]), LocalRoute([slab], self._shard, own=[0])
-            out = [trip.out() for trip in self._trips]
+            out = [trip.request(trip.labelled, trip.away) for trip in self._trips]
             self._await(LocalCopy("trial store", stores, 0, out, labelled, pinned.copying, fills_blocks=False))
-            back = [trip.back() for trip in self._trips]
+            back = [trip.request(trip.away, trip.returned) for trip in self._trips]
             stored = self._order.mark()
             self._await(LocalCopy("trial load", loads, 0, back, stored, pinned.copying, fills_blocks=True))
             content.compare()
@@ -95,7 +95,9 @@ class SlabTrial:
     def _failed(self, error: KVFerryError) -> TransportError:
         device = self._shard.regions[0].device
         where = f"{device}, layout {self._layout}, to pinned host memory and back"
-        remedy = f'{error.remedy} Another "layout" may work: `kvferry doctor --device {device}` tries every one.'
+        remedy = (
+            f"{error.remedy} Another VLLM_KV_CACHE_LAYOUT may work: `kvferry doctor --device {device}` tries every one."
+        )
         return TransportError(
             Reason.TRIAL_FAILED, f"the trial at start failed ({where}): {error.message}", remedy.strip()
         )

@@ -79,7 +79,7 @@ WRONG_SETTINGS = ("unknown-key", "mla-cross-layer")
 
 @pytest.mark.parametrize(
     "names",
-    [WRONG_SETTINGS, pytest.param(("port", "unknown-layout", "concurrent-ranks"), marks=pytest.mark.matrix)],
+    [WRONG_SETTINGS, pytest.param(("port", "concurrent-ranks"), marks=pytest.mark.matrix)],
     ids="-and-".join,
 )
 def test_wrong_settings_are_refused_at_start(
@@ -92,7 +92,6 @@ def test_wrong_settings_are_refused_at_start(
         cases: dict[str, tuple[str, dict[str, Any], str]] = {
             "unknown-key": ("gqa-tp1", {"lease_second": 60}, "Did you mean 'lease_seconds'? [unknown-setting]"),
             "port": ("gqa-tp1", {"port": listener.getsockname()[1]}, "[port-in-use]"),
-            "unknown-layout": ("gqa-tp1", {"layout": "BHLCN"}, "[unknown-layout]"),
             "concurrent-ranks": ("gqa-dp2", {"bootstrap_port": 8998}, "[unsupported]"),
             "mla-cross-layer": ("mla-tp1", {}, "[kernel-cannot-read-layout]"),
         }

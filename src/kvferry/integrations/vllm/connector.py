@@ -66,7 +66,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
         check_supported(vllm_config, kv_cache_config)
-        check_layout(vllm_config, resolved_layout(vllm_config), settings)
+        check_layout(vllm_config, resolved_layout(vllm_config))
         engine_id = self._kv_transfer_config.engine_id
         assert engine_id is not None
         check_engine_id(engine_id, settings)
@@ -98,9 +98,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        assert vllm_config.kv_transfer_config is not None
-        settings = parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        layout = preferred_layout(vllm_config, settings)
+        layout = preferred_layout(vllm_config)
         return None if layout is None else layout.value
 
     @classmethod

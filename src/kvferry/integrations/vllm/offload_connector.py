@@ -71,7 +71,7 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
         check_offloadable(vllm_config, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
         layout = resolved_layout(vllm_config)
-        check_layout(vllm_config, layout, settings)
+        check_layout(vllm_config, layout)
         self._ranks: RankMonitor | None = None
         self._idle_steps = IdleSteps()
         if role is KVConnectorRole.SCHEDULER:
@@ -89,9 +89,7 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        assert vllm_config.kv_transfer_config is not None
-        settings = parse_offload_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        layout = preferred_layout(vllm_config, settings)
+        layout = preferred_layout(vllm_config)
         return None if layout is None else layout.value
 
     @property

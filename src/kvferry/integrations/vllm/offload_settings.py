@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvferry.errors import Reason, SettingsError, TierError
-from kvferry.integrations.vllm.settings import CacheLayout, TransferCores, about, converted
+from kvferry.integrations.vllm.settings import TransferCores, about, converted
 from kvferry.units import parse_bytes
 
 LONGEST_WAIT_SECONDS = 86400
@@ -90,7 +90,6 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             unset="every block is stored",
         ),
     ] = 0
-    layout: CacheLayout = ""
     model_id: Annotated[
         str,
         about(

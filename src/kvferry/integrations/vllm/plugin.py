@@ -14,9 +14,6 @@ from kvferry.layout.named_layouts import NamedLayout
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from kvferry.integrations.vllm.offload_settings import OffloadSettings
-    from kvferry.integrations.vllm.settings import Settings
-
 logger = logging.getLogger(__name__)
 
 CONNECTORS = {
@@ -117,30 +114,28 @@ def widen_cpu_attention() -> None:
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(supported_kv_cache_layouts)  # type: ignore[assignment,method-assign]
 
 
-def preferred_layout(vllm_config: "VllmConfig", settings: "Settings | OffloadSettings") -> NamedLayout | None:
-    """Return the layout to ask for; None leaves the choice to the engine.
+def preferred_layout(vllm_config: "VllmConfig") -> NamedLayout | None:
+    """Return the layout to ask for; None leaves the choice to the engine. ``VLLM_KV_CACHE_LAYOUT`` wins over it.
 
     ``BHLNC`` keeps a head's bytes of all layers in one run, so that unequal tensor-parallel sizes still need one
     descriptor per block and source rank. ``BLHNC`` is the only cross-layer layout for mixed page shapes.
     """
-    if settings.layout:
-        return NamedLayout.parse(settings.layout)
     model = vllm_config.model_config
     if model.use_mla:
         return None if on_cpu() else NamedLayout.BLHNC
     return NamedLayout.BLHNC if model.is_hybrid else NamedLayout.BHLNC
 
 
-def check_layout(vllm_config: "VllmConfig", layout: NamedLayout, settings: "Settings | OffloadSettings") -> None:
+def check_layout(vllm_config: "VllmConfig", layout: NamedLayout) -> None:
     """Raise :class:`LayoutError` for a layout that the engine's kernels read wrongly; log one that is not preferred."""
     if vllm_config.model_config.use_mla and on_cpu() and layout.is_cross_layer:
         raise LayoutError(
             Reason.KERNEL_CANNOT_READ_LAYOUT,
             f"layout {layout} was asked for, but the cache write of MLA on a CPU takes dense per-layer pages only "
             "('kvferry doctor --kernels' shows how it fails).",
-            "Unset VLLM_KV_CACHE_LAYOUT and the layout setting, or set LBNHC.",
+            "Unset VLLM_KV_CACHE_LAYOUT, or set it to LBNHC.",
         )
-    preferred = preferred_layout(vllm_config, settings)
+    preferred = preferred_layout(vllm_config)
     if preferred is not None and preferred is not layout:
         logger.warning(
             "kvferry asked for KV cache layout %s and the engine uses %s: either VLLM_KV_CACHE_LAYOUT is set, or the "

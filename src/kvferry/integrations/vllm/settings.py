@@ -21,7 +21,6 @@ from kvferry.handoff.wire.trust import (
     is_wildcard,
     parse_place,
 )
-from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.digest_cells import Integrity
 from kvferry.transport.network import THIS_HOST
 from kvferry.transport.registry import FACTORIES
@@ -45,14 +44,6 @@ def about(meaning: str, **more: str | tuple[str, ...]) -> msgspec.Meta:
     return msgspec.Meta(description=meaning, extra=more)
 
 
-CacheLayout = Annotated[
-    str,
-    about(
-        "The KV cache layout to ask the engine for; `VLLM_KV_CACHE_LAYOUT` wins.",
-        unset="chosen",
-        values=tuple(NamedLayout),
-    ),
-]
 TransferCores = Annotated[
     tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
     about(
@@ -97,7 +88,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             values=("auto", *FACTORIES),
         ),
     ] = "auto"
-    layout: CacheLayout = ""
     host: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)],
         about("Where the engine answers handshakes, renewals and releases of other engines.", page="two-hosts.md"),

@@ -191,8 +191,8 @@ def check_engine_kernels(
             raise LayoutError(
                 Reason.KERNEL_CANNOT_READ_LAYOUT,
                 f"{verdict}; the largest difference is {verdict.difference:.3g}.",
-                f"Set the setting 'layout' to {per_layer(layout)}; 'kvferry doctor --kernels' shows which layouts this "
-                "machine's kernels read. VLLM_KV_CACHE_LAYOUT wins over the setting.",
+                f"Set VLLM_KV_CACHE_LAYOUT to {per_layer(layout)}; 'kvferry doctor --kernels' shows which layouts this "
+                "machine's kernels read.",
             )
     logger.info("kvferry: kernels checked on layout %s in %.3f s", layout, time.perf_counter() - began_at)
 
