@@ -35,21 +35,18 @@ class BackgroundCall(Generic[Found]):
     """One call on a thread of its own, whose result is fetched without blocking. ``wake`` is called when it ends."""
 
     def __init__(self, name: str, call: Callable[[], Found], wake: Callable[[], None] = lambda: None) -> None:
+        self._name, self._call, self._wake = name, call, wake
         self._result: Found | None = None
         self._error: KVFerryError | None = None
         self._asked_at = time.monotonic()
         self._started_at: float | None = None
         self._ended_at: float | None = None
-        self._call = call
-        self._wake = wake
-        self._name = name
 
     def start(self) -> None:
         """Start the call. Where the process can start no thread, the call fails."""
         self._started_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name=f"kvferry-{self._name}", daemon=True)
         try:
-            self._thread.start()
+            threading.Thread(target=self._run, name=f"kvferry-{self._name}", daemon=True).start()
         except RuntimeError as error:
             self.fail(unexpected_error(self._name, error))
 
@@ -60,7 +57,6 @@ class BackgroundCall(Generic[Found]):
 
     @property
     def has_result(self) -> bool:
-        """Whether the call has ended with a result."""
         return self._result is not None
 
     def takes_longer_than(self, seconds: float) -> bool:
@@ -68,7 +64,6 @@ class BackgroundCall(Generic[Found]):
         return self._ended_at is None and time.monotonic() - self._asked_at > seconds
 
     def is_late(self, now: float) -> bool:
-        """Return whether the call has run for more than :data:`LATE_SECONDS`, and runs."""
         return self._ended_at is None and self._started_at is not None and now - self._started_at > LATE_SECONDS
 
     def is_expired(self, now: float) -> bool:
@@ -77,7 +72,6 @@ class BackgroundCall(Generic[Found]):
         return self._ended_at is not None and now - self._ended_at > kept
 
     def is_older_than(self, seconds: float) -> bool:
-        """Return whether the call ended more than ``seconds`` ago."""
         return self._ended_at is not None and time.monotonic() - self._ended_at > seconds
 
     def fail(self, error: KVFerryError) -> None:
@@ -91,9 +85,8 @@ class BackgroundCall(Generic[Found]):
         if self._error is not None:
             raise self._error.without_traceback()
         if self._result is None:
-            raise HandoffError(
-                Reason.PEER_UNREACHABLE, f"the {self._name} ended without a result.", "Send the request again."
-            )
+            problem = f"the {self._name} ended without a result."
+            raise HandoffError(Reason.PEER_UNREACHABLE, problem, "Send the request again.")
         return self._result
 
     def _run(self) -> None:
@@ -121,8 +114,7 @@ class BackgroundCalls(Generic[Key, Found]):
     """
 
     def __init__(self, name: str, wake: Callable[[], None] = lambda: None) -> None:
-        self._name = name
-        self._wake = wake
+        self._name, self._wake = name, wake
         self._known: dict[Key, BackgroundCall[Found]] = {}
         self._waiting: deque[BackgroundCall[Found]] = deque()
         self._running: list[BackgroundCall[Found]] = []
@@ -148,13 +140,16 @@ class BackgroundCalls(Generic[Key, Found]):
         return None if known.is_running else known
 
     def with_results(self) -> list[BackgroundCall[Found]]:
-        """Return the calls whose results are kept."""
         return [each for each in self._known.values() if each.has_result]
 
     def takes_longer_than(self, key: Key, seconds: float) -> bool:
         """Return whether the call for this key has not ended after ``seconds``, its wait for a slot included."""
         known = self._known.get(key)
         return known is not None and known.takes_longer_than(seconds)
+
+    def forget(self, key: Key) -> None:
+        """Forget the result: the next request for this key calls again."""
+        self._known.pop(key, None)
 
     def _start_waiting(self, now: float) -> None:
         """Start as many calls as there are slots, and fail the calls that have waited too long."""
@@ -167,10 +162,6 @@ class BackgroundCalls(Generic[Key, Found]):
         for _ in range(min(num_free, len(self._waiting))):
             self._running.append(self._waiting.popleft())
             self._running[-1].start()
-
-    def forget(self, key: Key) -> None:
-        """Forget the result: the next request for this key calls again."""
-        self._known.pop(key, None)
 
 
 def _no_slot(what: str) -> HandoffError:

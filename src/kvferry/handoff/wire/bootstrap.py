@@ -20,7 +20,7 @@ from contextlib import closing
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 
@@ -90,10 +90,13 @@ class _Server(ThreadingHTTPServer):
     """Closes a connection that comes while :data:`MAX_CONNECTIONS` are being answered, and starts no thread for it."""
 
     request_queue_size = BACKLOG
+    daemon_threads = True
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+        self.body = b""
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__(*arguments)
+        super().__init__((bare(host), port), _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._room.acquire(blocking=False):
@@ -116,45 +119,50 @@ class _Server(ThreadingHTTPServer):
         logger.debug("kvferry: a bootstrap query of %s failed: %s", client_address[0], sys.exc_info()[1])
 
 
-class _SixServer(_Server):
-    address_family = socket.AF_INET6
+class _Handler(BaseHTTPRequestHandler):
+    timeout = QUERY_SECONDS
+    server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        until = time.monotonic() + QUERY_SECONDS
+        self.rfile = _UntilDeadline(self.connection, until, MAX_QUERY_BYTES).makefile()
+
+    def do_GET(self) -> None:
+        found = self.path == "/query"
+        content = self.server.body if found else b"{}"
+        self.send_response(HTTPStatus.OK if found else HTTPStatus.NOT_FOUND)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 class BootstrapServer:
     """Answers ``GET /query`` with one offer, on a thread, until closed."""
 
     def __init__(self, host: str, port: int, offer: Offer) -> None:
-        self.offer(offer)
+        body = _body(offer)
         try:
-            kind = _SixServer if is_ipv6(host) else _Server
-            self._server = kind((bare(host), port), _handler(lambda: self._body))
+            self._server = _Server(host, port)
         except OSError as error:
             raise HandoffError(
                 Reason.PORT_IN_USE if error.errno == errno.EADDRINUSE else Reason.INVALID_SETTING,
                 f"cannot answer bootstrap queries on {host}:{port}: {error.strerror}.",
                 'Set another "host" or "bootstrap_port", and give the port to the router.',
             ) from error
-        self._server.daemon_threads = True
+        self._server.body = body
         self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(target=self._server.serve_forever, name="kvferry-bootstrap", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, name="kvferry-bootstrap", daemon=True).start()
 
     def offer(self, offer: Offer) -> None:
         """Answer with this offer from now on. Raises :class:`HandoffError` (unsupported) for one that no decode engine
         could read.
         """
-        body = json.dumps(
-            {"0": {"engine_id": offer.engine_id, "worker_addr": {}, "kvferry": msgspec.to_builtins(offer)}}
-        ).encode()
-        try:
-            _read_answer(body)
-        except UNREADABLE as error:
-            raise HandoffError(
-                Reason.UNSUPPORTED,
-                f"no decode engine could read the offer of engine {offer.engine_id!r}: {error}.",
-                "Run another model.",
-            ) from error
-        self._body = body
+        self._server.body = _body(offer)
 
     def close(self) -> None:
         """Stop; twice is fine."""
@@ -162,28 +170,18 @@ class BootstrapServer:
         self._server.server_close()
 
 
-def _handler(body: Callable[[], bytes]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = QUERY_SECONDS
-
-        def setup(self) -> None:
-            super().setup()
-            until = time.monotonic() + QUERY_SECONDS
-            self.rfile = _UntilDeadline(self.connection, until, MAX_QUERY_BYTES).makefile()
-
-        def do_GET(self) -> None:
-            found = self.path == "/query"
-            content = body() if found else b"{}"
-            self.send_response(HTTPStatus.OK if found else HTTPStatus.NOT_FOUND)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    return Handler
+def _body(offer: Offer) -> bytes:
+    entry = {"engine_id": offer.engine_id, "worker_addr": {}, "kvferry": msgspec.to_builtins(offer)}
+    body = json.dumps({"0": entry}).encode()
+    try:
+        _read_answer(body)
+    except UNREADABLE as error:
+        raise HandoffError(
+            Reason.UNSUPPORTED,
+            f"no decode engine could read the offer of engine {offer.engine_id!r}: {error}.",
+            "Run another model.",
+        ) from error
+    return body
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -263,7 +261,6 @@ class _UntilDeadline(io.RawIOBase):
         self._num_left = most_bytes
 
     def makefile(self, mode: str = "rb") -> io.BufferedReader:
-        """Return this reader with a buffer."""
         return io.BufferedReader(self)
 
     def readable(self) -> bool:
@@ -295,13 +292,6 @@ def _remaining(deadline: float) -> float:
     return seconds
 
 
-class _Answer(NamedTuple):
-    """An offer, and when it was fetched."""
-
-    offer: Offer
-    at: float
-
-
 class BootstrapQueries:
     """Offers by bootstrap address and the router's engine id: asked for on threads, remembered for a short time.
 
@@ -314,9 +304,8 @@ class BootstrapQueries:
         keys: Keys | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self._ask = ask
-        self._keys = keys
-        self._answers: Bounded[tuple[str, str], _Answer] = Bounded(MAX_OFFERS)
+        self._ask, self._keys = ask, keys
+        self._answers: Bounded[tuple[str, str], tuple[float, Offer]] = Bounded(MAX_OFFERS)
         self._queries: BackgroundCalls[tuple[str, str], Offer] = BackgroundCalls("bootstrap query", wake)
 
     def get(self, address: str, engine_id: str) -> Offer | None:
@@ -326,9 +315,9 @@ class BootstrapQueries:
         for an offer that no trusted key has signed, and as :func:`query`; a later request asks again.
         """
         key = address, engine_id
-        known = self._answers.get(key)
-        if known is not None and time.monotonic() - known.at < OFFER_SECONDS:
-            return known.offer
+        fetched_at, offer = self._answers.get(key, (0.0, None))
+        if offer is not None and time.monotonic() - fetched_at < OFFER_SECONDS:
+            return offer
         found = self._queries.get(key, lambda: self._find(address, engine_id))
         if found is None and self._queries.takes_longer_than(key, ANSWER_SECONDS):
             # The query is kept, and counts, until it ends.
@@ -342,18 +331,18 @@ class BootstrapQueries:
         offer = found.result()
         self._queries.forget(key)
         self._answers.pop(key, None)
-        self._answers[key] = _Answer(offer, time.monotonic())
+        self._answers[key] = time.monotonic(), offer
         return offer
+
+    def forget(self, address: str, engine_id: str) -> None:
+        """The offer may be of an earlier epoch: ask again for the next request."""
+        self._answers.pop((address, engine_id), None)
 
     def _find(self, address: str, engine_id: str) -> Offer:
         offer = _choose(self._ask(address), address, engine_id)
         if self._keys is not None:
             self._keys.check(_signed_data(offer), bytes.fromhex(offer.signature))
         return offer
-
-    def forget(self, address: str, engine_id: str) -> None:
-        """The offer may be of an earlier epoch: ask again for the next request."""
-        self._answers.pop((address, engine_id), None)
 
 
 def _choose(entries: list[Entry], address: str, engine_id: str) -> Offer:
@@ -378,12 +367,7 @@ def _choose(entries: list[Entry], address: str, engine_id: str) -> Offer:
             "Give the router the bootstrap address of one prefill engine.",
         )
     if found.engine_id != engine_id:
-        logger.info(
-            "kvferry: the router calls %s at %s by an earlier name, %s",
-            found.engine_id,
-            address,
-            engine_id,
-            peer=address,
-        )
+        told = "kvferry: the router calls %s at %s by an earlier name, %s"
+        logger.info(told, found.engine_id, address, engine_id, peer=address)
     agree(prefill=Versions(found.version, found.newest))
     return found

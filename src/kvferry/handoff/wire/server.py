@@ -1,6 +1,8 @@
-"""The control end point of an engine or rank: a thread that answers questions and survives any question and any peer.
+"""Connections of both sides, and the control end point of an engine or rank.
 
-What peers can make the server keep is bounded (:mod:`kvferry.handoff.wire.server`).
+A :class:`Connection` carries frames: the length of a message, the number of its question, and the message; with keys
+inside TLS. A :class:`Server` is a thread that answers questions and survives any question and any peer: what peers can
+make it keep is bounded, and a peer that leaves something unfinished is given up.
 """
 
 import errno
@@ -24,23 +26,40 @@ from kvferry.handoff.messages import Answer, Question, Refusal, encode
 from kvferry.handoff.wire.trust import Keys, bare, is_ipv6
 from kvferry.peer_log import PeerLog
 
+logger = PeerLog(logging.getLogger(__name__))
 READ_BYTES = 64 << 10
 """Read, or sent, at a time."""
 PATIENCE_SECONDS = 10
 """How long a peer may take to shake hands and ask its first question, to finish a frame, or to take one."""
 CONNECTION = 0
 """The number of a refusal that is of the whole connection."""
+NAMED_DIGITS = 16
+"""Digits of a certificate's fingerprint in messages."""
+POLL_SECONDS = 0.2
+PAUSE_SECONDS = 0.02
+SECOND = 1.0
+MAX_CONNECTIONS = 4096
+SHARE_OF_FILES = 0.5
+"""At most this share of the files that the process may open are connections of one server."""
+MAX_HANDSHAKES = 1024
+"""Connections that have not shaken hands: a peer without a trusted key makes OpenSSL keep 150 KB of its handshake."""
+NEWCOMER_SECONDS, IDLE_SECONDS = 1.0, 5.0
+"""Where there are too many connections, one that has asked nothing for so long gives way to another: the first for a
+peer that has asked nothing yet, the second for one that has."""
+MAX_KEPT_BYTES = 256 << 20
+"""Of all unfinished questions and unsent answers; beyond that the server closes the connection with most bytes."""
+BACKLOG = 1024
 _HEADER = Struct(">IQ")
 _LENGTH_BYTES = 4
 _TLS_RECORDS = range(20, 25)
 """First bytes of what TLS sends; the first byte of a frame is that of its length, 0 or 1."""
 _TLS_ALERT, _TLS_HANDSHAKE = 21, 22
-_OTHER_PEER = "Check which program connects to this port: it is for kvferry's engines."
-_KEYS = 'Give both engines the setting "keys" with folders that trust each other, or neither of them.'
 _NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG"})
 """What OpenSSL calls bytes that are no TLS: a refusal of a peer without keys."""
-NAMED_DIGITS = 16
-"""Digits of a certificate's fingerprint in messages."""
+_OTHER_PEER = "Check which program connects to this port: it is for kvferry's engines."
+_KEYS = 'Give both engines the setting "keys" with folders that trust each other, or neither of them.'
+_STOP = object()
+"""The selector's data for the event that ends its wait."""
 
 
 class Frame(NamedTuple):
@@ -76,6 +95,7 @@ class Connection:
         self._seconds = 0
         # TLS shows no certificate that it does not trust, and none any more after an alert.
         self._peers_name = "one that TLS does not show"
+        self._own_name = "" if keys is None else keys.fingerprint[:NAMED_DIGITS]
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +133,9 @@ class Connection:
         if not self._is_server:
             if (error := self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) != 0:
                 raise OSError(error, "cannot connect")
-            if not self._is_connected():
+            try:
+                self.socket.getpeername()
+            except OSError:
                 return False
         if self._keys is not None and not self._shake_hands(self._keys):
             return False
@@ -121,7 +143,6 @@ class Connection:
         return True
 
     def put(self, frame: Frame) -> None:
-        """Queue a frame; :meth:`send` sends it."""
         data = _HEADER.pack(len(frame.message), frame.number) + frame.message
         self._unsent.append(memoryview(data))
         self.num_unsent += len(data)
@@ -131,13 +152,10 @@ class Connection:
         """Send what is queued, as far as the kernel takes it; return whether all of it is sent."""
         try:
             while self._unsent:
-                first = self._unsent[0]
-                num_sent = self.socket.send(first[:READ_BYTES])
+                num_sent = self.socket.send(self._unsent[0][:READ_BYTES])
                 self.num_unsent -= num_sent
-                first = first[num_sent:]
-                if first:
-                    self._unsent[0] = first
-                else:
+                self._unsent[0] = self._unsent[0][num_sent:]
+                if not self._unsent[0]:
                     self._unsent.popleft()
                     self._seconds = 0
         except (BlockingIOError, ssl.SSLWantWriteError):
@@ -191,15 +209,7 @@ class Connection:
             self.send()
 
     def close(self) -> None:
-        """Close the socket; twice is fine."""
         self.socket.close()
-
-    def _is_connected(self) -> bool:
-        try:
-            self.socket.getpeername()
-        except OSError:
-            return False
-        return True
 
     def _shake_hands(self, keys: Keys) -> bool:
         if not isinstance(self.socket, ssl.SSLSocket):
@@ -231,29 +241,26 @@ class Connection:
         if not first:
             raise ConnectionError("the peer has closed the connection")
         if first[0] != _TLS_HANDSHAKE:
-            has = f"has them (certificate {self._own_name})"
-            raise _one_has_keys(f"the engine that listens {has}, the one that connects has none")
+            raise _one_has_keys(
+                f"the engine that listens has them (certificate {self._own_name}), the one that connects has none"
+            )
         return True
-
-    @property
-    def _own_name(self) -> str:
-        return "" if self._keys is None else self._keys.fingerprint[:NAMED_DIGITS]
 
     def _tls_failed(self, error: ssl.SSLError) -> Exception:
         """Return what an error of TLS means: the end of the connection, or a peer that is not trusted."""
         if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
             return ConnectionError("the peer has closed the connection")
         if error.reason in _NO_TLS and not self._is_server:
-            has = f"has them (certificate {self._own_name})"
             return _one_has_keys(
                 f"the engine that listens does not speak TLS: it has none, or is no kvferry engine; the one that "
-                f"connects {has}"
+                f"connects has them (certificate {self._own_name})"
             )
         why = getattr(error, "verify_message", "") or (error.reason or str(error)).replace("_", " ").lower()
-        refuses = (
-            "this side does not trust the peer" if isinstance(error, ssl.SSLCertVerificationError) else "TLS fails"
-        )
-        refuses = "the peer does not trust this side" if "ALERT" in (error.reason or "") else refuses
+        refuses = "TLS fails"
+        if "ALERT" in (error.reason or ""):
+            refuses = "the peer does not trust this side"
+        elif isinstance(error, ssl.SSLCertVerificationError):
+            refuses = "this side does not trust the peer"
         return HandoffError(
             Reason.PERMISSION_DENIED,
             f"{refuses}: {why}: certificate: this side has {self._own_name}, the peer has {self._peers_name}.",
@@ -312,6 +319,11 @@ def connect(address: str, port: int, max_bytes: int, keys: Keys | None) -> Conne
     return connection
 
 
+def _one_has_keys(who: str) -> HandoffError:
+    """Return the refusal, in words that hold on both sides: the refusing side sends them to the other one."""
+    return HandoffError(Reason.PERMISSION_DENIED, f"one of two engines has keys: {who}.", _KEYS)
+
+
 def most_connections(most: int, share: float) -> int:
     """Return a bound of connections: ``most``, or this share of the files that the process may open, if fewer.
 
@@ -320,31 +332,6 @@ def most_connections(most: int, share: float) -> int:
     """
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if files == resource.RLIM_INFINITY else max(1, min(most, int(files * share)))
-
-
-def _one_has_keys(who: str) -> HandoffError:
-    """Return the refusal, in words that hold on both sides: the refusing side sends them to the other one."""
-    return HandoffError(Reason.PERMISSION_DENIED, f"one of two engines has keys: {who}.", _KEYS)
-
-
-logger = PeerLog(logging.getLogger(__name__))
-
-POLL_SECONDS = 0.2
-PAUSE_SECONDS = 0.02
-SECOND = 1.0
-MAX_CONNECTIONS = 4096
-SHARE_OF_FILES = 0.5
-"""At most this share of the files that the process may open are connections of one server."""
-MAX_HANDSHAKES = 1024
-"""Connections that have not shaken hands: a peer without a trusted key makes OpenSSL keep 150 KB of its handshake."""
-NEWCOMER_SECONDS, IDLE_SECONDS = 1.0, 5.0
-"""Where there are too many connections, one that has asked nothing for so long gives way to another: the first for a
-peer that has asked nothing yet, the second for one that has."""
-MAX_KEPT_BYTES = 256 << 20
-"""Of all unfinished questions and unsent answers; beyond that the server closes the connection with most bytes."""
-BACKLOG = 1024
-_STOP = object()
-"""The selector's data for the event that ends its wait."""
 
 
 class Server:
@@ -364,9 +351,7 @@ class Server:
         keys: Keys | None = None,
     ) -> None:
         self.host = host
-        self._answer = answer
-        self._upkeep = upkeep
-        self._keys = keys
+        self._answer, self._upkeep, self._keys = answer, upkeep, keys
         self._stop = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._next_upkeep = self._next_second = 0.0
@@ -512,14 +497,14 @@ class Server:
         """
         now = time.monotonic()
         idle = [
-            (connection.has_asked, asked_at, connection)
-            for connection, asked_at in ((each, self._connections[each]) for each in among)
-            if now - asked_at >= (IDLE_SECONDS if connection.has_asked else NEWCOMER_SECONDS)
-            and (connection.is_idle or not connection.has_asked)
+            each
+            for each in among
+            if now - self._connections[each] >= (IDLE_SECONDS if each.has_asked else NEWCOMER_SECONDS)
+            and (each.is_idle or not each.has_asked)
         ]
         if not idle:
             return False
-        idlest = min(idle, key=lambda each: each[:2])[2]
+        idlest = min(idle, key=lambda each: (each.has_asked, self._connections[each]))
         self._close(idlest, "others want to connect, and it has been idle longest")
         return True
 
@@ -569,7 +554,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _listen_in(host: str, ports: range) -> socket.socket:
-    """Listen on the first free port of a range."""
     for port in ports:
         try:
             return _listen(host, port)
