@@ -65,7 +65,7 @@ TOUCHES = {
     "execution.device:HostCopies.launch": "offload",
     "execution.digests:DeviceCells.sums": "load",
     "execution.digests:PartCells.__init__": "load",
-    "execution.digests:cells_of": "load",
+    "execution.digests:GroupCells._received": "load",
     "execution.local_copy:_descriptors": "offload",
     "execution.local_copy:batch_ends": "offload",
     "execution.memory:placed": "worker",

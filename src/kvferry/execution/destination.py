@@ -1,7 +1,9 @@
-"""Loads of one destination rank: it introduces itself to source ranks, announces blocks and takes their reports.
+"""Loads of one destination rank: it asks source ranks for their writes, and learns when the engine may have the blocks.
 
-:class:`kvferry.handoff.destination.DestinationLoad` decides. An :class:`AwaitedLoad`, a job of the transfer thread,
-carries out one load, an :class:`Announcer` all loads of a rank.
+:class:`SourceEngines` find the ranks of a prefill engine by a handshake, :class:`Introductions` make this rank known to
+them. An :class:`AwaitedLoad`, a job of the transfer thread, announces the blocks of one request and takes the reports
+of its sources; :class:`kvferry.handoff.destination.DestinationLoad` decides each of its steps. The :class:`Announcer`
+has all loads of the rank, and the fences that keep late bytes out.
 """
 
 import hashlib
@@ -57,9 +59,295 @@ from kvferry.plan.planner import PairPlan, Route
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
 from kvferry.transport.end_points import ProcessIdentity, is_on_this_host
 
+logger = PeerLog(logging.getLogger(__name__))
+
+MAX_ENGINES = 1024
+MAX_DIRECTORY_BYTES = 256 << 20
+"""Of the directories of all engines that a rank remembers, and again of those that it does not yet know to be of use:
+each may have as many as an answer."""
 TOKEN_BYTES, SECRET_BYTES = 7, 32
 MAX_SOURCES = 4096
 """Source ranks to which this rank remembers its introduction."""
+FENCE_SECONDS = 60.0
+NUMBER_BITS = 62
+"""Of the random number of a load, which only its source ranks learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRank:
+    """A source rank of a plan: where it answers, the part that it writes, and all encoded shards of its engine.
+
+    ``version`` is that of the handshake with its engine. ``process`` writes; where it is None, nothing is known of it.
+    ``cells`` are those whose digests are compared.
+    """
+
+    index: int
+    answers_at: EndPoint
+    part: Part
+    engine: tuple[bytes, ...]
+    version: int
+    process: ProcessIdentity | None = None
+    cells: PartCells | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """One request, the same for all of its sources. ``deadline`` is on the monotonic clock.
+
+    ``engine_epoch`` is that in which this rank's engine knows the source's engine.
+    """
+
+    job_id: str
+    transfer_id: str
+    num_tokens: int
+    prompt_digest: str
+    deadline: float
+    engine_epoch: int
+    adapter: str = ""
+    late_seconds: float = 0.0
+    """How long the sources may not know a hold of their engine yet."""
+
+
+# Returns the sources of a request, or None while their handshake runs.
+FindSources = Callable[[], Sequence[SourceRank] | None]
+Event = Written | WriteFailed | tuple[int, Announce | Revoke, Answer | None]
+"""A report of a source; or the index of a source, a question to it, and its answer, None where it came too late."""
+
+
+class Compares(NamedTuple):
+    """How much a rank compares of what it loads. Where ``is_required`` is false, nothing is compared with an engine
+    that computes no digests, such as one whose cache is not comparable.
+    """
+
+    wanted: Integrity
+    is_required: bool = True
+
+
+NOTHING_COMPARED = Compares(Integrity.OFF)
+
+
+class SourceEngine:
+    """A prefill engine in one epoch, as one decode rank knows it: its directory, and the route from its ranks.
+
+    ``compares`` says how much of what they write is compared. Raises :class:`PlanError` (unsupported) where this rank
+    could not compare it, and as :meth:`Route.proved_plans`.
+    """
+
+    def __init__(self, directory: Directory, shard: Shard, compares: Compares) -> None:
+        self._sources = decode_shards(directory)
+        self._route = Route(self._sources, shard)
+        self._directory, self._shard, self._compares = directory, shard, compares
+        self._shards = tuple(entry.shard for entry in directory.ranks)
+        self.num_bytes = _num_bytes(directory)
+        self._cells: dict[PairPlan, PartCells | None] = {}
+        for plan in self._route.proved_plans(0):
+            self._cells_of(plan)
+
+    def sources(self, transfer_id: str, blocks: Sequence[GroupBlocks]) -> list[SourceRank]:
+        """Return the source ranks that write a request to this rank, each with its part.
+
+        ``blocks`` are those of every cache group of the model; other ranks load the groups that this rank's pipeline
+        stage does not have. Source blocks are not used. Raises as the constructor.
+        """
+        blocks = of_rank(blocks, self._shard)
+        refuse_incomplete(blocks, self._shard)
+        ranks = []
+        for plan in self._route.proved_plans(selector_of(transfer_id)):
+            index = plan.assignment.source_index
+            entry = self._directory.ranks[index]
+            part, cells = Part(plan, announced_blocks(plan, blocks)), self._cells_of(plan)
+            ranks.append(
+                SourceRank(index, entry.answers_at, part, self._shards, self._directory.version, entry.process, cells)
+            )
+        return ranks
+
+    def check_parameters(self, engine_id: str, block_sizes: Sequence[int]) -> None:
+        """Refuse what the parameters of a request say, where the engine says otherwise: its id, and its block sizes by
+        cache group. Raises :class:`HandoffError` (wrong-parameters).
+        """
+        if engine_id != self._directory.engine_id:
+            raise HandoffError(
+                Reason.WRONG_PARAMETERS,
+                f"the request's parameters name engine {engine_id!r} at the address of {self._directory.engine_id!r}.",
+                "Check that the router copies the prefill engine's kv_transfer_params whole.",
+            )
+        said = {str(index): size for index, size in enumerate(block_sizes)}
+        for shard in self._sources:
+            for group in shard.groups:
+                if group.block_size != said.get(group.name):
+                    raise HandoffError(
+                        Reason.WRONG_PARAMETERS,
+                        f"the request's parameters say block sizes {list(block_sizes)} of engine "
+                        f"{self._directory.engine_id!r}, whose cache group {group.name} has blocks of "
+                        f"{group.block_size} tokens.",
+                        "Check that the router copies the prefill engine's kv_transfer_params whole.",
+                    )
+
+    def _cells_of(self, plan: PairPlan) -> PartCells | None:
+        """Return the cells of a write that are compared; None where none are."""
+        if plan not in self._cells:
+            self._cells[plan] = self._compared(plan)
+        return self._cells[plan]
+
+    def _compared(self, plan: PairPlan) -> PartCells | None:
+        computed = Integrity(self._directory.ranks[plan.assignment.source_index].digests)
+        wanted, is_required = self._compares
+        if wanted is Integrity.OFF:
+            return None
+        if computed is Integrity.OFF and not is_required:
+            engine_id = self._directory.engine_id
+            told = "kvferry: what engine %s writes is not compared: the engine computes no digests."
+            logger.warning(told, engine_id, peer=engine_id)
+            return None
+        check_computes(computed, wanted)
+        return PartCells(plan, wanted, at_source=False)
+
+
+def _num_bytes(directory: Directory) -> int:
+    """Return the bytes of a directory's shards and end points."""
+    return sum(len(part) for entry in directory.ranks for part in (entry.shard, *entry.end_points.values()))
+
+
+class SourceEngines:
+    """The routes of one decode rank, by prefill engine. Handshakes run on other threads.
+
+    ``compares`` says how much of what is written is compared.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        identity: Identity,
+        sender: str,
+        timeout_seconds: float,
+        trust: Trust = THIS_MACHINE,
+        compares: Compares = NOTHING_COMPARED,
+    ) -> None:
+        self._trust = trust
+        self._compares = compares
+        self._weights_version = FIRST_WEIGHTS
+        self._shard = shard
+        self._identity = identity
+        self._sender = sender
+        self._timeout_seconds = timeout_seconds
+        self._engines: dict[tuple[str, int, int], SourceEngine] = {}
+        self._has_ended = threading.Event()
+        # By this rank's weights too: a handshake that runs during a reset compares with those of before.
+        self._handshakes: BackgroundCalls[tuple[str, int, int, str], Directory]
+        self._handshakes = BackgroundCalls("handshake", self._has_ended.set)
+        self._refusals: BackgroundCalls[tuple[str, int, int], None] = BackgroundCalls("refusal")
+        self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+
+    def get(self, hold: RemoteHold) -> SourceEngine | None:
+        """Return the engine, or None while its handshake runs.
+
+        Raises the error of the handshake or of the plan in every request that waits for it, and for
+        :data:`kvferry.handoff.wire.background.FAILURE_SECONDS`; a later request tries again.
+        """
+        self._drop_suspects()
+        self._drop_surplus()
+        key = hold.engine
+        if key in self._engines:
+            self._engines[key] = self._engines.pop(key)  # to the end: used last
+            return self._engines[key]
+        weights_version = self._weights_version
+        handshake = self._handshakes.get((*key, weights_version), lambda: self._fetch(hold, weights_version))
+        if handshake is None:
+            return None
+        engine = self._build(handshake, hold)
+        self._handshakes.forget((*key, weights_version))
+        self._make_room(hold, engine.num_bytes)
+        self._engines[key] = engine
+        if weights_version != self._weights_version:
+            # The reset, on another thread, may not have seen the engine.
+            self._engines.pop(key, None)
+            return None
+        return engine
+
+    def suspect(self, hold: RemoteHold) -> None:
+        """A transfer from this engine failed: the next request handshakes anew. Any thread may call it."""
+        self._suspects.put(hold.engine)
+
+    def forget_all(self, weights_version: str) -> None:
+        """Compare every engine anew, since the weights of this rank are of this version now. Any thread may call it."""
+        self._weights_version = weights_version
+        for key in list(self._engines):
+            self._suspects.put(key)
+
+    def _drop_suspects(self) -> None:
+        while not self._suspects.empty():
+            self._engines.pop(self._suspects.get_nowait(), None)
+
+    def _drop_surplus(self) -> None:
+        """Fail the largest of the directories beyond :data:`MAX_DIRECTORY_BYTES` for which no request has come yet,
+        once a handshake has ended.
+        """
+        if not self._has_ended.is_set():
+            return
+        self._has_ended.clear()
+        sizes = {handshake: _num_bytes(handshake.result()) for handshake in self._handshakes.with_results()}
+        num_bytes = sum(sizes.values())
+        for handshake in sorted(sizes, key=sizes.__getitem__, reverse=True)[:-1]:
+            if num_bytes <= MAX_DIRECTORY_BYTES:
+                return
+            num_bytes -= sizes[handshake]
+            no_room = HandoffError(
+                Reason.INVALID_REQUEST,
+                f"the directory, of {sizes[handshake]} bytes, was the largest of more than {MAX_DIRECTORY_BYTES} bytes "
+                "of engines for which no request has come.",
+                "Check the hosts that this engine is told to ask: no engine needs so many.",
+            )
+            handshake.fail(no_room)
+
+    def _build(self, handshake: BackgroundCall[Directory], hold: RemoteHold) -> SourceEngine:
+        """Return the engine. Its handshake keeps the error of an engine that cannot be."""
+        try:
+            return SourceEngine(handshake.result(), self._shard, self._compares)
+        except KVFerryError as error:
+            self._tell_refusal(handshake, hold, error)
+            handshake.fail(error)
+            raise
+        except Exception as error:
+            # Kept as well: else every request would make the same plan again, and fail.
+            logger.exception("kvferry: a plan failed unexpectedly")
+            refused = unexpected_error("plan", error)
+            handshake.fail(refused)
+            raise refused from error
+
+    def _tell_refusal(self, handshake: BackgroundCall[Directory], hold: RemoteHold, error: KVFerryError) -> None:
+        """Tell the engine why it cannot be loaded from, on another thread."""
+        try:
+            directory = handshake.result()
+        except KVFerryError:  # the handshake itself failed, or the engine was told before
+            return
+        kept = error.without_traceback()
+        told = hold.host, hold.port, self._sender, directory.version, directory.epoch, kept, self._trust
+        self._refusals.get(hold.engine, lambda: tell_refusal(*told, is_trusted=hold.is_trusted))
+
+    def _fetch(self, hold: RemoteHold, weights_version: str) -> Directory:
+        return fetch_directory(
+            hold.host,
+            hold.port,
+            self._sender,
+            hold.epoch,
+            self._identity,
+            self._timeout_seconds,
+            weights_version,
+            self._trust,
+            is_trusted=hold.is_trusted,
+        )
+
+    def _make_room(self, hold: RemoteHold, num_bytes: int) -> None:
+        """Forget earlier epochs of an engine that comes with so many bytes, and beyond :data:`MAX_ENGINES` and
+        :data:`MAX_DIRECTORY_BYTES` the engines that were used longest ago.
+        """
+        for key in [key for key in self._engines if key[:2] == hold.engine[:2]]:
+            self._engines.pop(key, None)
+        num_bytes += sum(each.num_bytes for each in self._engines.values())
+        while self._engines and (len(self._engines) >= MAX_ENGINES or num_bytes > MAX_DIRECTORY_BYTES):
+            key, oldest = next(iter(self._engines.items()))
+            num_bytes -= oldest.num_bytes
+            self._engines.pop(key, None)
 
 
 class Introductions:
@@ -82,7 +370,12 @@ class Introductions:
         another host could not report to a rank at loopback: :class:`HandoffError` (peer-unreachable).
         """
         if is_loopback(self._answers_at.host) and process is not None and not is_on_this_host(process):
-            raise _at_loopback(self._answers_at.host, where)
+            raise HandoffError(
+                Reason.PEER_UNREACHABLE,
+                f"this rank answers at {self._answers_at.host}, where no other host reaches it, and the prefill rank "
+                f"at {where.host}:{where.port} is on another host.",
+                'Set "host" (and "advertised_host") of this engine to an address that the prefill engine reaches.',
+            )
         if where not in self._answers:
             introduction = self._introduction(where, sources, version)
             self._answers[where] = None
@@ -138,72 +431,6 @@ class Introductions:
                 "Run the prefill engine with fewer ranks.",
             )
         return introduction
-
-
-def unreachable(where: EndPoint) -> HandoffError:
-    """Return the error of a source rank that does not answer."""
-    return HandoffError(
-        Reason.PEER_UNREACHABLE,
-        f"the prefill rank at {where.host}:{where.port} does not answer.",
-        "Check that the prefill engine runs, and that its host can be reached from here.",
-    )
-
-
-def _at_loopback(host: str, where: EndPoint) -> HandoffError:
-    return HandoffError(
-        Reason.PEER_UNREACHABLE,
-        f"this rank answers at {host}, where no other host reaches it, and the prefill rank at "
-        f"{where.host}:{where.port} is on another host.",
-        'Set "host" (and "advertised_host") of this engine to an address that the prefill engine reaches.',
-    )
-
-
-logger = PeerLog(logging.getLogger(__name__))
-
-FENCE_SECONDS = 60.0
-NUMBER_BITS = 62
-"""Of the random number of a load, which only its source ranks learn."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRank:
-    """A source rank of a plan: where it answers, the part that it writes, and all encoded shards of its engine.
-
-    ``version`` is that of the handshake with its engine. ``process`` writes; where it is None, nothing is known of it.
-    ``cells`` are those whose digests are compared.
-    """
-
-    index: int
-    answers_at: EndPoint
-    part: Part
-    engine: tuple[bytes, ...]
-    version: int
-    process: ProcessIdentity | None = None
-    cells: PartCells | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """One request, the same for all of its sources. ``deadline`` is on the monotonic clock.
-
-    ``engine_epoch`` is that in which this rank's engine knows the source's engine.
-    """
-
-    job_id: str
-    transfer_id: str
-    num_tokens: int
-    prompt_digest: str
-    deadline: float
-    engine_epoch: int
-    adapter: str = ""
-    late_seconds: float = 0.0
-    """How long the sources may not know a hold of their engine yet."""
-
-
-# Returns the sources of a request, or None while their handshake runs.
-FindSources = Callable[[], Sequence[SourceRank] | None]
-Event = Written | WriteFailed | tuple[int, Announce | Revoke, Answer | None]
-"""A report of a source; or the index of a source, a question to it, and its answer, None where it came too late."""
 
 
 class AwaitedLoad:
@@ -264,6 +491,34 @@ class AwaitedLoad:
             return True
         return moved
 
+    def is_ending(self, now: float) -> bool:
+        """Return whether the load is past its deadline or being stopped."""
+        return self.phase is Phase.STOPPING or now >= self._request.deadline
+
+    def cancel(self, error: KVFerryError) -> None:
+        if self._load is not None:
+            self._load.fail(error)
+        elif self.phase is not Phase.DONE:
+            self.error = error.without_traceback()
+            self._end()
+
+    def result(self, finished_at: float) -> JobResult:
+        """Return how the load ended, with bytes and seconds of its sources' reports. Its wait includes the prefill."""
+        committed = list(self._written.values()) if self.error is None else []
+        return JobResult(
+            job_id=self.job_id,
+            error=self.error,
+            num_bytes=sum(event.num_bytes for event in committed),
+            num_descriptors=sum(event.num_descriptors for event in committed),
+            num_sources=len(self._sources),
+            transport=",".join(sorted({event.transport for event in committed})),
+            wait_seconds=finished_at - self._created_at,
+            transfer_seconds=max((event.transfer_seconds for event in committed), default=0.0),
+            num_compared_bytes=self._num_compared_bytes,
+            compare_seconds=self._compare_seconds,
+            events=self._events(finished_at) if self._announcer.keeps_events else None,
+        )
+
     def fenced(self, error: KVFerryError) -> None:
         """Nothing lands any more of what was announced before to sources that a fence keeps out."""
         if self._load is None:
@@ -317,35 +572,6 @@ class AwaitedLoad:
             # Another fence would close other memory than the source was told of.
             self.fenced(_fenced(where))
 
-    def is_ending(self, now: float) -> bool:
-        """Return whether the load is past its deadline or being stopped."""
-        return self.phase is Phase.STOPPING or now >= self._request.deadline
-
-    def cancel(self, error: KVFerryError) -> None:
-        """Give up."""
-        if self._load is not None:
-            self._load.fail(error)
-        elif self.phase is not Phase.DONE:
-            self.error = error.without_traceback()
-            self._end()
-
-    def result(self, finished_at: float) -> JobResult:
-        """Return how the load ended, with bytes and seconds of its sources' reports. Its wait includes the prefill."""
-        committed = list(self._written.values()) if self.error is None else []
-        return JobResult(
-            job_id=self.job_id,
-            error=self.error,
-            num_bytes=sum(event.num_bytes for event in committed),
-            num_descriptors=sum(event.num_descriptors for event in committed),
-            num_sources=len(self._sources),
-            transport=",".join(sorted({event.transport for event in committed})),
-            wait_seconds=finished_at - self._created_at,
-            transfer_seconds=max((event.transfer_seconds for event in committed), default=0.0),
-            num_compared_bytes=self._num_compared_bytes,
-            compare_seconds=self._compare_seconds,
-            events=self._events(finished_at) if self._announcer.keeps_events else None,
-        )
-
     def _events(self, finished_at: float) -> dict[str, Any]:
         """Return when each source, by index, got its announcement and reported "done", and the time of the commit."""
         return {
@@ -361,7 +587,11 @@ class AwaitedLoad:
             return True
         try:
             if now >= self._request.deadline:
-                raise _no_handshake(self._request, now - self._created_at)
+                raise HandoffError(
+                    Reason.DEADLINE_EXCEEDED,
+                    f"no blocks could be announced for {self.job_id} within {now - self._created_at:.1f} s.",
+                    "Check the prefill engine; load_timeout_seconds sets the limit.",
+                )
             sources = self._find_sources()
             for source in sources or ():
                 if source.cells is not None:
@@ -386,7 +616,14 @@ class AwaitedLoad:
     def _announce(self, load: DestinationLoad, source: SourceRank) -> bool:
         """Announce the blocks to a source that knows this rank; return whether the source is dealt with."""
         try:
-            _check_announced(self._request, source.part)
+            num_blocks = sum(len(blocks.block_ids) for blocks in source.part.announced)
+            if num_blocks > MAX_ANNOUNCED_BLOCKS:
+                raise HandoffError(
+                    Reason.UNSUPPORTED,
+                    f"{self.job_id} has {num_blocks} blocks to announce to one rank; an announcement has at most "
+                    f"{MAX_ANNOUNCED_BLOCKS}.",
+                    "Use larger blocks.",
+                )
             if not self._announcer.peers.meet(source.process):
                 raise _died(source)
             introductions = self._announcer.introductions
@@ -488,7 +725,12 @@ class AwaitedLoad:
         elif isinstance(answer, Revoked) and answer.is_quiet:
             load.quiet(index)
         elif isinstance(answer, Revoked) and answer.may_land:
-            self._note_broken(load, index, _broken(where))
+            broken = HandoffError(
+                Reason.TRANSFER_FAILED,
+                f"a write of the prefill rank at {where.host}:{where.port} has failed.",
+                "Send the prompt again; the prefill engine's log says why it failed.",
+            )
+            self._note_broken(load, index, broken)
         elif answer is None and isinstance(question, Announce) and index in self._transports:
             # The source has taken the announcement: an answer to the question whether it is done came too late.
             load.answered(index, time.monotonic())
@@ -511,52 +753,6 @@ class AwaitedLoad:
     def _end(self) -> None:
         self.phase = Phase.DONE
         self._announcer.forget(self._key.number)
-
-
-def _check_announced(request: Announcement, part: Part) -> None:
-    """Raise :class:`HandoffError` (unsupported) for more blocks than one announcement may have."""
-    num_blocks = sum(len(blocks.block_ids) for blocks in part.announced)
-    if num_blocks > MAX_ANNOUNCED_BLOCKS:
-        raise HandoffError(
-            Reason.UNSUPPORTED,
-            f"{request.job_id} has {num_blocks} blocks to announce to one rank; an announcement has at most "
-            f"{MAX_ANNOUNCED_BLOCKS}.",
-            "Use larger blocks.",
-        )
-
-
-def _died(source: SourceRank) -> HandoffError:
-    where = source.answers_at
-    return HandoffError(
-        Reason.PEER_DIED,
-        f"the process of the prefill rank at {where.host}:{where.port} has ended.",
-        "Send the prompt again once a prefill engine runs; the prefill engine's log may say why it ended.",
-    )
-
-
-def _broken(where: EndPoint) -> HandoffError:
-    return HandoffError(
-        Reason.TRANSFER_FAILED,
-        f"a write of the prefill rank at {where.host}:{where.port} has failed.",
-        "Send the prompt again; the prefill engine's log says why it failed.",
-    )
-
-
-def _fenced(where: str) -> HandoffError:
-    return HandoffError(
-        Reason.FENCED,
-        f"this rank has closed its memory and registered it anew, since bytes of the prefill rank at {where} might "
-        "have landed there.",
-        "Send the prompt again.",
-    )
-
-
-def _no_handshake(request: Announcement, seconds: float) -> HandoffError:
-    return HandoffError(
-        Reason.DEADLINE_EXCEEDED,
-        f"no blocks could be announced for {request.job_id} within {seconds:.1f} s.",
-        "Check the prefill engine; load_timeout_seconds sets the limit.",
-    )
 
 
 class Announcer:
@@ -594,7 +790,6 @@ class Announcer:
 
     @property
     def epoch(self) -> int:
-        """The epoch of this process."""
         return self._answers_at.epoch
 
     @property
@@ -717,249 +912,28 @@ class Announcer:
         self._close_former()
 
 
-MAX_ENGINES = 1024
-MAX_DIRECTORY_BYTES = 256 << 20
-"""Of the directories of all engines that a rank remembers, and again of those that it does not yet know to be of use:
-each may have as many as an answer."""
-
-
-class Compares(NamedTuple):
-    """How much a rank compares of what it loads. Where ``is_required`` is false, nothing is compared with an engine
-    that computes no digests, such as one whose cache is not comparable.
-    """
-
-    wanted: Integrity
-    is_required: bool = True
-
-
-NOTHING_COMPARED = Compares(Integrity.OFF)
-
-
-class SourceEngine:
-    """A prefill engine in one epoch, as one decode rank knows it: its directory, and the route from its ranks.
-
-    ``compares`` says how much of what they write is compared. Raises :class:`PlanError` (unsupported) where this rank
-    could not compare it, and as :meth:`Route.proved_plans`.
-    """
-
-    def __init__(self, directory: Directory, shard: Shard, compares: Compares) -> None:
-        self._sources = decode_shards(directory)
-        self._route = Route(self._sources, shard)
-        self._directory, self._shard, self._compares = directory, shard, compares
-        self._shards = tuple(entry.shard for entry in directory.ranks)
-        self.num_bytes = _num_bytes(directory)
-        self._cells: dict[PairPlan, PartCells | None] = {}
-        for plan in self._route.proved_plans(0):
-            self._cells_of(plan)
-
-    def sources(self, transfer_id: str, blocks: Sequence[GroupBlocks]) -> list[SourceRank]:
-        """Return the source ranks that write a request to this rank, each with its part.
-
-        ``blocks`` are those of every cache group of the model; other ranks load the groups that this rank's pipeline
-        stage does not have. Source blocks are not used. Raises as the constructor.
-        """
-        blocks = of_rank(blocks, self._shard)
-        refuse_incomplete(blocks, self._shard)
-        ranks = []
-        for plan in self._route.proved_plans(selector_of(transfer_id)):
-            index = plan.assignment.source_index
-            entry = self._directory.ranks[index]
-            part, cells = Part(plan, announced_blocks(plan, blocks)), self._cells_of(plan)
-            ranks.append(
-                SourceRank(index, entry.answers_at, part, self._shards, self._directory.version, entry.process, cells)
-            )
-        return ranks
-
-    def check_parameters(self, engine_id: str, block_sizes: Sequence[int]) -> None:
-        """Refuse what the parameters of a request say, where the engine says otherwise: its id, and its block sizes by
-        cache group. Raises :class:`HandoffError` (wrong-parameters).
-        """
-        if engine_id != self._directory.engine_id:
-            raise HandoffError(
-                Reason.WRONG_PARAMETERS,
-                f"the request's parameters name engine {engine_id!r} at the address of {self._directory.engine_id!r}.",
-                "Check that the router copies the prefill engine's kv_transfer_params whole.",
-            )
-        said = {str(index): size for index, size in enumerate(block_sizes)}
-        for shard in self._sources:
-            for group in shard.groups:
-                if group.block_size != said.get(group.name):
-                    raise HandoffError(
-                        Reason.WRONG_PARAMETERS,
-                        f"the request's parameters say block sizes {list(block_sizes)} of engine "
-                        f"{self._directory.engine_id!r}, whose cache group {group.name} has blocks of "
-                        f"{group.block_size} tokens.",
-                        "Check that the router copies the prefill engine's kv_transfer_params whole.",
-                    )
-
-    def _cells_of(self, plan: PairPlan) -> PartCells | None:
-        """Return the cells of a write that are compared; None where none are."""
-        if plan not in self._cells:
-            self._cells[plan] = self._compared(plan)
-        return self._cells[plan]
-
-    def _compared(self, plan: PairPlan) -> PartCells | None:
-        computed = Integrity(self._directory.ranks[plan.assignment.source_index].digests)
-        wanted, is_required = self._compares
-        if wanted is Integrity.OFF:
-            return None
-        if computed is Integrity.OFF and not is_required:
-            engine_id = self._directory.engine_id
-            told = "kvferry: what engine %s writes is not compared: the engine computes no digests."
-            logger.warning(told, engine_id, peer=engine_id)
-            return None
-        check_computes(computed, wanted)
-        return PartCells(plan, wanted, at_source=False)
-
-
-def _num_bytes(directory: Directory) -> int:
-    """Return the bytes of a directory's shards and end points."""
-    return sum(len(part) for entry in directory.ranks for part in (entry.shard, *entry.end_points.values()))
-
-
-def _no_room(num_bytes: int) -> HandoffError:
+def unreachable(where: EndPoint) -> HandoffError:
+    """Return the error of a source rank that does not answer."""
     return HandoffError(
-        Reason.INVALID_REQUEST,
-        f"the directory, of {num_bytes} bytes, was the largest of more than {MAX_DIRECTORY_BYTES} bytes of engines "
-        "for which no request has come.",
-        "Check the hosts that this engine is told to ask: no engine needs so many.",
+        Reason.PEER_UNREACHABLE,
+        f"the prefill rank at {where.host}:{where.port} does not answer.",
+        "Check that the prefill engine runs, and that its host can be reached from here.",
     )
 
 
-class SourceEngines:
-    """The routes of one decode rank, by prefill engine. Handshakes run on other threads.
+def _died(source: SourceRank) -> HandoffError:
+    where = source.answers_at
+    return HandoffError(
+        Reason.PEER_DIED,
+        f"the process of the prefill rank at {where.host}:{where.port} has ended.",
+        "Send the prompt again once a prefill engine runs; the prefill engine's log may say why it ended.",
+    )
 
-    ``compares`` says how much of what is written is compared.
-    """
 
-    def __init__(
-        self,
-        shard: Shard,
-        identity: Identity,
-        sender: str,
-        timeout_seconds: float,
-        trust: Trust = THIS_MACHINE,
-        compares: Compares = NOTHING_COMPARED,
-    ) -> None:
-        self._trust = trust
-        self._compares = compares
-        self._weights_version = FIRST_WEIGHTS
-        self._shard = shard
-        self._identity = identity
-        self._sender = sender
-        self._timeout_seconds = timeout_seconds
-        self._engines: dict[tuple[str, int, int], SourceEngine] = {}
-        self._has_ended = threading.Event()
-        # By this rank's weights too: a handshake that runs during a reset compares with those of before.
-        self._handshakes: BackgroundCalls[tuple[str, int, int, str], Directory]
-        self._handshakes = BackgroundCalls("handshake", self._has_ended.set)
-        self._refusals: BackgroundCalls[tuple[str, int, int], None] = BackgroundCalls("refusal")
-        self._suspects: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
-
-    def get(self, hold: RemoteHold) -> SourceEngine | None:
-        """Return the engine, or None while its handshake runs.
-
-        Raises the error of the handshake or of the plan in every request that waits for it, and for
-        :data:`kvferry.handoff.wire.background.FAILURE_SECONDS`; a later request tries again.
-        """
-        self._drop_suspects()
-        self._drop_surplus()
-        key = hold.engine
-        if key in self._engines:
-            self._engines[key] = self._engines.pop(key)  # to the end: used last
-            return self._engines[key]
-        weights_version = self._weights_version
-        handshake = self._handshakes.get((*key, weights_version), lambda: self._fetch(hold, weights_version))
-        if handshake is None:
-            return None
-        engine = self._build(handshake, hold)
-        self._handshakes.forget((*key, weights_version))
-        self._make_room(hold, engine.num_bytes)
-        self._engines[key] = engine
-        if weights_version != self._weights_version:
-            # The reset, on another thread, may not have seen the engine.
-            self._forget(key)
-            return None
-        return engine
-
-    def suspect(self, hold: RemoteHold) -> None:
-        """A transfer from this engine failed: the next request handshakes anew. Any thread may call it."""
-        self._suspects.put(hold.engine)
-
-    def forget_all(self, weights_version: str) -> None:
-        """Compare every engine anew, since the weights of this rank are of this version now. Any thread may call it."""
-        self._weights_version = weights_version
-        for key in list(self._engines):
-            self._suspects.put(key)
-
-    def _drop_suspects(self) -> None:
-        while not self._suspects.empty():
-            self._forget(self._suspects.get_nowait())
-
-    def _drop_surplus(self) -> None:
-        """Fail the largest of the directories beyond :data:`MAX_DIRECTORY_BYTES` for which no request has come yet,
-        once a handshake has ended.
-        """
-        if not self._has_ended.is_set():
-            return
-        self._has_ended.clear()
-        sizes = {handshake: _num_bytes(handshake.result()) for handshake in self._handshakes.with_results()}
-        num_bytes = sum(sizes.values())
-        for handshake in sorted(sizes, key=sizes.__getitem__, reverse=True)[:-1]:
-            if num_bytes <= MAX_DIRECTORY_BYTES:
-                return
-            num_bytes -= sizes[handshake]
-            handshake.fail(_no_room(sizes[handshake]))
-
-    def _forget(self, key: tuple[str, int, int]) -> None:
-        self._engines.pop(key, None)
-
-    def _build(self, handshake: BackgroundCall[Directory], hold: RemoteHold) -> SourceEngine:
-        """Return the engine. Its handshake keeps the error of an engine that cannot be."""
-        try:
-            return SourceEngine(handshake.result(), self._shard, self._compares)
-        except KVFerryError as error:
-            self._tell_refusal(handshake, hold, error)
-            handshake.fail(error)
-            raise
-        except Exception as error:
-            # Kept as well: else every request would make the same plan again, and fail.
-            logger.exception("kvferry: a plan failed unexpectedly")
-            refused = unexpected_error("plan", error)
-            handshake.fail(refused)
-            raise refused from error
-
-    def _tell_refusal(self, handshake: BackgroundCall[Directory], hold: RemoteHold, error: KVFerryError) -> None:
-        """Tell the engine why it cannot be loaded from, on another thread."""
-        try:
-            directory = handshake.result()
-        except KVFerryError:  # the handshake itself failed, or the engine was told before
-            return
-        kept = error.without_traceback()
-        told = hold.host, hold.port, self._sender, directory.version, directory.epoch, kept, self._trust
-        self._refusals.get(hold.engine, lambda: tell_refusal(*told, is_trusted=hold.is_trusted))
-
-    def _fetch(self, hold: RemoteHold, weights_version: str) -> Directory:
-        return fetch_directory(
-            hold.host,
-            hold.port,
-            self._sender,
-            hold.epoch,
-            self._identity,
-            self._timeout_seconds,
-            weights_version,
-            self._trust,
-            is_trusted=hold.is_trusted,
-        )
-
-    def _make_room(self, hold: RemoteHold, num_bytes: int) -> None:
-        """Forget earlier epochs of an engine that comes with so many bytes, and beyond :data:`MAX_ENGINES` and
-        :data:`MAX_DIRECTORY_BYTES` the engines that were used longest ago.
-        """
-        for key in [key for key in self._engines if key[:2] == hold.engine[:2]]:
-            self._forget(key)
-        num_bytes += sum(each.num_bytes for each in self._engines.values())
-        while self._engines and (len(self._engines) >= MAX_ENGINES or num_bytes > MAX_DIRECTORY_BYTES):
-            key, oldest = next(iter(self._engines.items()))
-            num_bytes -= oldest.num_bytes
-            self._forget(key)
+def _fenced(where: str) -> HandoffError:
+    return HandoffError(
+        Reason.FENCED,
+        f"this rank has closed its memory and registered it anew, since bytes of the prefill rank at {where} might "
+        "have landed there.",
+        "Send the prompt again.",
+    )

@@ -3,8 +3,8 @@
 On a GPU a launch returns before its work is done. A *mark* is a place in the stream of the thread that made it, and
 says when all work behind which it stands is done; on a CPU every mark is over at once.
 
-* A source writes what a step computes only once the mark behind the step's launches is over.
-* A destination announces a block only once all work is done that was launched when the block got its request.
+* A source writes or stores what a step computes only once a mark behind the step's launches is over.
+* A block is announced, or loaded from a tier, only once all work is done that was launched when it got its request.
 * Every thread that launches or waits sets its device first, and launches on a stream of its own.
 
 Torch is imported only where there is a GPU. The driver is called by ctypes, within milliseconds and without torch.
@@ -58,7 +58,9 @@ class DeviceOrder(Protocol):
         """Return the calling thread's stream as the CUDA driver names it; 0 on a CPU, which has none."""
 
 
-class _Over:
+class HostMark:
+    """A mark of a CPU, which is always over."""
+
     def is_over(self) -> bool:
         return True
 
@@ -66,25 +68,22 @@ class _Over:
         pass
 
 
-OVER: Mark = _Over()
-"""A mark that is always over."""
+OVER: Mark = HostMark()
 
 
 class HostOrder:
-    """The order of a CPU, on which every mark is over."""
+    """The order of a CPU."""
 
     device = HOST_DEVICE
     is_immediate = True
 
     def enter_thread(self) -> None:
-        """Do nothing."""
+        pass
 
     def mark(self) -> Mark:
-        """Return a mark that is over."""
         return OVER
 
     def stream(self) -> int:
-        """Return 0."""
         return 0
 
 
@@ -98,11 +97,9 @@ class CudaMark:
         self.event = event
 
     def is_over(self) -> bool:
-        """Ask the event."""
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """Sleep until the event."""
         self.event.synchronize()
 
 
@@ -127,7 +124,6 @@ class CudaOrder:
         return CudaMark(event)
 
     def stream(self) -> int:
-        """Return the handle of the thread's stream."""
         return int(self._cuda.current_stream(self.device).cuda_stream)
 
 

@@ -32,8 +32,39 @@ from kvferry.plan.planner import GroupPlan, PairPlan
 if TYPE_CHECKING:
     import torch
 
+logger = PeerLog(logging.getLogger(__name__))
+
 MOST_BYTES = 1 << 20
 """Bytes that one call sums: few enough for a core's cache, so that the sum reads them there."""
+MAX_WORDS = MAX_DIGEST_BYTES // DIGEST_BYTES
+PER_ADVANCE = 16 << 20
+"""A job sums about so many bytes at a time: then another job may go first."""
+
+
+def comparable(rank: Shard, wanted: Integrity, *, is_required: bool) -> Integrity:
+    """Return how much of a rank's cache is compared: nothing where that is impossible and not required, and the log
+    says why. Raises :class:`PlanError` (``unsupported``) where it is required.
+    """
+    try:
+        for group in rank.groups if wanted is not Integrity.OFF else ():
+            CellGrid(group)
+    except PlanError as error:
+        if is_required:
+            raise
+        logger.warning("kvferry: nothing is compared of what is loaded from or into this cache: %s", error.message)
+        return Integrity.OFF
+    return wanted
+
+
+def check_computes(computed: Integrity, wanted: Integrity) -> None:
+    """Raise :class:`PlanError` (``unsupported``) where a source computes fewer digests than are ``wanted``."""
+    order = list(Integrity)
+    if order.index(computed) < order.index(wanted):
+        raise PlanError(
+            Reason.UNSUPPORTED,
+            f'the decode engine has "integrity": "{wanted}", the prefill engine "{computed}".',
+            "Set at least the decode engine's value on the prefill engine.",
+        )
 
 
 class CellSums:
@@ -56,23 +87,16 @@ class CellSums:
     def __init__(self, memory: CellMemory) -> None:
         self.memory = memory
 
-    def sums(self, places: Integers, num_tokens: Integers | None = None) -> Addresses:
-        """Return the digest of each cell that begins at ``places`` of its region.
-
-        A digest covers the first ``num_tokens`` of its cell; None: all.
-        """
+    def sums(self, places: Integers, num_tokens: Integers) -> Addresses:
+        """Return the digest of the first ``num_tokens`` of each cell that begins at ``places`` of its region."""
         memory = self.memory
         if memory.region.device != HOST_DEVICE:
-            whole = np.full(len(places), self._num_tokens) if num_tokens is None else num_tokens
-            return self._on_device.sums(places, whole)
-        numbers = self._view[places].view(self._number).reshape(len(places), -1)
-        if num_tokens is not None and (short := np.flatnonzero(num_tokens < self._num_tokens)).size:
+            return self._on_device.sums(places, num_tokens)
+        number = np.dtype(f"<u{memory.number_bytes}")
+        numbers = self._view[places].view(number).reshape(len(places), -1)
+        if (short := np.flatnonzero(num_tokens < self._num_tokens)).size:
             numbers[short] *= memory.tokens < num_tokens[short, None]
         return np.asarray(np.einsum("cn,n->c", numbers, memory.weights, dtype=np.uint64))
-
-    @cached_property
-    def _number(self) -> np.dtype[np.unsignedinteger]:
-        return np.dtype(f"<u{self.memory.number_bytes}")
 
     @cached_property
     def _num_tokens(self) -> int:
@@ -129,9 +153,6 @@ class DeviceCells:
         return (memory.weights[:, None] << shifts).ravel(), np.repeat(memory.tokens, step)
 
 
-logger = PeerLog(logging.getLogger(__name__))
-
-
 class CellPlaces(NamedTuple):
     """The cells of one part in one rank's memory.
 
@@ -143,43 +164,58 @@ class CellPlaces(NamedTuple):
     places: Integers
 
 
-class GroupCells:
-    """The cells of one cache group that move between two ranks, and where the destination has them.
+def cells_of(rank: Shard, grid: CellGrid, part: Part) -> CellPlaces:
+    """Return where a source rank has the cells of one part of its own grid."""
+    memory = CellMemory(rank, part.component, grid, part)
+    return CellPlaces(CellSums(memory), memory.cells)
 
-    A cell moves where the destination holds its layer and all of its heads. Raises :class:`PlanError` (``unsupported``)
-    where ``full`` is wanted, and cells do not fit the destination's blocks or heads.
+
+class MovingCells(NamedTuple):
+    """The cells of one part that move: numbers in the part, ascending; ``first`` counts the cells of earlier parts."""
+
+    first: int
+    cells: Integers
+
+
+class GroupCells:
+    """The cells of one cache group that move between two ranks, in the memory of one of them.
+
+    A cell moves where the destination holds its layer and all of its heads. ``held`` are the places in this rank's
+    memory and ``moving`` the cells that move, both by part of the source's grid. Raises :class:`PlanError`
+    (``unsupported``) where ``full`` is wanted, and cells do not fit the destination's blocks or heads.
     """
 
-    def __init__(self, plan: PairPlan, group: GroupPlan, grid: CellGrid, wanted: Integrity) -> None:
+    def __init__(self, plan: PairPlan, group: GroupPlan, wanted: Integrity, *, at_source: bool) -> None:
         self.name, self.rank_name = group.source_group.name, plan.source.rank_name
-        self.grid, self.wanted = grid, wanted
-        self.destination = group.destination_group
+        self.grid = grid = CellGrid(group.source_group, is_sliced=wanted is Integrity.SAMPLE)
+        self.wanted, self.destination = wanted, group.destination_group
+        self.block_size = (group.source_group if at_source else group.destination_group).block_size
         if not self.destination.token_share.is_whole:
             self.refuse(f"holds {self.destination.token_share!r} of the tokens")
         if wanted is Integrity.FULL and self.destination.block_size % grid.num_tokens:
             self.refuse(f"has blocks of {self.destination.block_size} tokens, and digests cover {grid.num_tokens}")
-        self.parts = [self._received(plan, group, part) for part in grid.parts]
+        received = [self._received(plan, group, part) for part in grid.parts]
+        self.held = [cells_of(plan.source, grid, part) for part in grid.parts] if at_source else received
+        self.moving: list[MovingCells] = []
+        self.num_cells = 0
+        for each in received:
+            self.moving.append(MovingCells(self.num_cells, np.flatnonzero(each.places >= 0)))
+            self.num_cells += len(self.moving[-1].cells)
+        self._are_named: dict[tuple[int, frozenset[str]], Flags] = {}
 
-    def _received(self, plan: PairPlan, group: GroupPlan, part: Part) -> CellPlaces:
-        memory = CellMemory(plan.destination, self.destination.component(part.component.name), self.grid, part)
-        moves = self._moves(part, memory, group.heads.get(part.component.name, ()))
-        places = memory.cells.reshape(-1, len(moves), part.num_slices).copy()
-        places[:, ~moves] = -1
-        return CellPlaces(CellSums(memory), places.ravel())
+    def are_named(self, part: int, layers: frozenset[str]) -> Flags:
+        """Return which of a part's cells are of these layers, which are all or those of some spans."""
+        if (part, layers) not in self._are_named:
+            cells = self.grid.parts[part]
+            are_named = np.array([name in layers for name in cells.component.layers], dtype=np.bool_)
+            self._are_named[part, layers] = np.repeat(are_named, len(cells.head_cells) * cells.num_slices)
+        return self._are_named[part, layers]
 
-    def _moves(self, part: Part, memory: CellMemory, carried: Sequence[HeadRange]) -> Flags:
-        """Return which head cells move as a whole."""
-        is_held = memory.first_heads >= 0
-        cells = [part.heads(index) for index in range(len(is_held))] if carried else []
-        moves = is_held & np.array([not without([cell], carried) for cell in cells] or [False] * len(is_held))
-        moving = common(common(carried, part.component.heads), memory.heads)
-        if self.wanted is Integrity.FULL and count(moving) != part.heads_each * int(moves.sum()):
-            self.refuse(f"holds a part of the {part.heads_each} heads of one digest of {part.component.name!r}")
-        return np.asarray(moves)
-
-    def at_source(self, plan: PairPlan) -> list[CellPlaces]:
-        """Return where the source has the cells of each part: it holds all of its own grid."""
-        return [cells_of(plan.source, self.grid, part) for part in self.grid.parts]
+    @property
+    def num_rows(self) -> int:
+        """Digests of one stretch of tokens."""
+        is_sample = self.wanted is Integrity.SAMPLE
+        return min(self.num_cells, self.grid.num_samples) if is_sample else self.num_cells
 
     def refuse(self, why: str) -> NoReturn:
         """Raise: not all cells could be compared."""
@@ -199,92 +235,22 @@ class GroupCells:
             "Send the prompt again; if this repeats, check memory and network of both hosts.",
         )
 
+    def _received(self, plan: PairPlan, group: GroupPlan, part: Part) -> CellPlaces:
+        memory = CellMemory(plan.destination, self.destination.component(part.component.name), self.grid, part)
+        moves = self._moves(part, memory, group.heads.get(part.component.name, ()))
+        places = memory.cells.reshape(-1, len(moves), part.num_slices).copy()
+        places[:, ~moves] = -1
+        return CellPlaces(CellSums(memory), places.ravel())
 
-def cells_of(rank: Shard, grid: CellGrid, part: Part) -> CellPlaces:
-    """Return where a source rank has the cells of one part of its own grid."""
-    memory = CellMemory(rank, part.component, grid, part)
-    return CellPlaces(CellSums(memory), memory.cells)
-
-
-def place_of(grid: CellGrid, tokens: tuple[int, int], blocks: tuple[int, int]) -> str:
-    """Say where a difference is: tokens, half-open, and the destination's first and last block of them."""
-    held = f"block {blocks[0]}" if blocks[0] == blocks[1] else f"block {blocks[0]} and those that follow"
-    return f"the state in {held}" if grid.is_state else f"tokens {tokens[0]} to {tokens[1]} in {held}"
-
-
-def comparable(rank: Shard, wanted: Integrity, *, is_required: bool) -> Integrity:
-    """Return how much of a rank's cache is compared: nothing where that is impossible and not required, and the log
-    says why. Raises :class:`PlanError` (``unsupported``) where it is required.
-    """
-    try:
-        for group in rank.groups if wanted is not Integrity.OFF else ():
-            CellGrid(group)
-    except PlanError as error:
-        if is_required:
-            raise
-        logger.warning("kvferry: nothing is compared of what is loaded from or into this cache: %s", error.message)
-        return Integrity.OFF
-    return wanted
-
-
-def check_computes(computed: Integrity, wanted: Integrity) -> None:
-    """Raise :class:`PlanError` (``unsupported``) where a source computes fewer digests than are ``wanted``."""
-    if _ORDER.index(computed) < _ORDER.index(wanted):
-        raise PlanError(
-            Reason.UNSUPPORTED,
-            f'the decode engine has "integrity": "{wanted}", the prefill engine "{computed}".',
-            "Set at least the decode engine's value on the prefill engine.",
-        )
-
-
-_ORDER = list(Integrity)
-
-
-MAX_WORDS = MAX_DIGEST_BYTES // DIGEST_BYTES
-PER_ADVANCE = 16 << 20
-"""A job sums about so many bytes at a time: then another job may go first."""
-
-
-class Sums(NamedTuple):
-    """Digests of some cells: what they add to which words, and the bytes that were summed."""
-
-    words: Integers
-    values: Addresses
-    num_bytes: int
-
-
-class MovingCells(NamedTuple):
-    """The cells of one part that move: numbers in the part, ascending; ``first`` counts the cells of earlier parts."""
-
-    first: int
-    cells: Integers
-
-
-class MovingGroup:
-    """The cells of one cache group that move between two ranks, in the memory of one of them, ``held``."""
-
-    def __init__(self, cells: GroupCells, held: Sequence[CellPlaces], block_size: int) -> None:
-        self.cells, self.grid, self.held, self.block_size = cells, cells.grid, held, block_size
-        self.moving: list[MovingCells] = []
-        self._are_named: dict[tuple[int, frozenset[str]], Flags] = {}
-        self.num_cells = 0
-        for received in cells.parts:
-            self.moving.append(MovingCells(self.num_cells, np.flatnonzero(received.places >= 0)))
-            self.num_cells += len(self.moving[-1].cells)
-
-    def are_named(self, part: int, layers: frozenset[str]) -> Flags:
-        """Return which of a part's cells are of these layers, which are all or those of some spans."""
-        if (part, layers) not in self._are_named:
-            cells = self.grid.parts[part]
-            are_named = np.array([name in layers for name in cells.component.layers], dtype=np.bool_)
-            self._are_named[part, layers] = np.repeat(are_named, len(cells.head_cells) * cells.num_slices)
-        return self._are_named[part, layers]
-
-    @property
-    def num_rows(self) -> int:
-        """Digests of one stretch of tokens."""
-        is_sample = self.cells.wanted is Integrity.SAMPLE
-        return min(self.num_cells, self.grid.num_samples) if is_sample else self.num_cells
+    def _moves(self, part: Part, memory: CellMemory, carried: Sequence[HeadRange]) -> Flags:
+        """Return which head cells move as a whole."""
+        is_held = memory.first_heads >= 0
+        cells = [part.heads(index) for index in range(len(is_held))] if carried else []
+        moves = is_held & np.array([not without([cell], carried) for cell in cells] or [False] * len(is_held))
+        moving = common(common(carried, part.component.heads), memory.heads)
+        if self.wanted is Integrity.FULL and count(moving) != part.heads_each * int(moves.sum()):
+            self.refuse(f"holds a part of the {part.heads_each} heads of one digest of {part.component.name!r}")
+        return np.asarray(moves)
 
 
 class PartCells:
@@ -296,13 +262,17 @@ class PartCells:
 
     def __init__(self, plan: PairPlan, wanted: Integrity, *, at_source: bool) -> None:
         self.wanted, self.at_source = wanted, at_source
-        is_sliced = wanted is Integrity.SAMPLE
-        self.groups: dict[str, MovingGroup] = {}
-        for name, group in plan.groups.items():
-            cells = GroupCells(plan, group, CellGrid(group.source_group, is_sliced=is_sliced), wanted)
-            held = cells.at_source(plan) if at_source else cells.parts
-            size = (group.source_group if at_source else group.destination_group).block_size
-            self.groups[name] = MovingGroup(cells, held, size)
+        self.groups = {
+            name: GroupCells(plan, group, wanted, at_source=at_source) for name, group in plan.groups.items()
+        }
+
+
+class Sums(NamedTuple):
+    """Digests of some cells: what they add to which words, and the bytes that were summed."""
+
+    words: Integers
+    values: Addresses
+    num_bytes: int
 
 
 class Tokens(NamedTuple):
@@ -325,11 +295,6 @@ class ChosenCells(NamedTuple):
     word: Integers
     odd: Addresses
 
-    def at(self, indices: Integers | slice) -> "ChosenCells":
-        """Return some of these cells."""
-        cell, stretch, num_tokens, word, odd = self
-        return ChosenCells(cell[indices], stretch[indices], num_tokens[indices], word[indices], odd[indices])
-
 
 class PlacedCells(NamedTuple):
     """Some cells of one part, and their places in a rank's memory."""
@@ -344,17 +309,17 @@ class GroupSums:
     each.
     """
 
-    def __init__(self, group: MovingGroup, announced: AnnouncedBlocks, seed: int) -> None:
+    def __init__(self, group: GroupCells, announced: AnnouncedBlocks, seed: int) -> None:
         self.group, self.announced, self._seed = group, announced, seed
-        cells, each = group.cells, group.grid.num_tokens
+        each = group.grid.num_tokens
         self._first_token = -(-announced.first_token // each) * each
         self.num_stretches = max(0, -(-(announced.end_token - self._first_token) // each))
         self.first_word = self.fold = 0
         self._latest: tuple[tuple[int, int], Tokens, list[ChosenCells]] | None = None
-        is_full = cells.wanted is Integrity.FULL and announced.end_token > announced.first_token
+        is_full = group.wanted is Integrity.FULL and announced.end_token > announced.first_token
         offset = (self._first_token - announced.block_token) % each
         if is_full and (self._first_token != announced.first_token or offset):
-            cells.refuse(f"loads from token {announced.first_token} on")
+            group.refuse(f"loads from token {announced.first_token} on")
 
     @property
     def num_words(self) -> int:
@@ -366,7 +331,7 @@ class GroupSums:
         tokens, sampled = self._of_tokens(cut.first_token, cut.end_token)
         position, slot = np.divmod(tokens.first_token - cut.blocks.first_token, self.group.block_size)
         block = np.asarray(cut.blocks.block_ids, dtype=np.int64)[position]
-        is_full = self.group.cells.wanted is Integrity.FULL
+        is_full = self.group.wanted is Integrity.FULL
         for part, held in enumerate(self.group.held):
             named, behind = self.group.are_named(part, cut.layers), held.sums.memory.behind(block, slot)
             for each in self._all(part, named, tokens) if is_full else self._sample(part, named, sampled[part]):
@@ -383,7 +348,7 @@ class GroupSums:
         """All layers and tokens, in the destination's blocks."""
         announced = self.announced
         blocks = BlockList(announced.block_token, announced.block_ids)
-        layers = self.group.cells.destination.layers
+        layers = self.group.destination.layers
         return HeldCut(announced.group, layers, announced.first_token, announced.end_token, blocks)
 
     def split(self, cut: HeldCut) -> tuple[list[HeldCut], list[HeldCut]]:
@@ -408,7 +373,7 @@ class GroupSums:
     def _of_tokens(self, first_token: int, end_token: int) -> tuple[Tokens, list[ChosenCells]]:
         """Return the stretches of tokens, and the sampled cells; the spans of a step are of the same tokens."""
         if self._latest is None or self._latest[0] != (first_token, end_token):
-            grid, size = self.group.grid, self.group.cells.destination.block_size
+            grid, size = self.group.grid, self.group.destination.block_size
             begin = -(-first_token // grid.num_tokens) * grid.num_tokens
             first = np.arange(begin, end_token, grid.num_tokens, dtype=np.int64)
             # A cell is gathered whole, so it must lie in one block of the destination.
@@ -418,7 +383,7 @@ class GroupSums:
             odd = mixed(number.astype(np.uint64)) | np.uint64(1)
             word = self.first_word + number // self.fold
             tokens = Tokens(first, np.minimum(counted, grid.num_tokens), word, odd)
-            sampled = [] if self.group.cells.wanted is Integrity.FULL else self._drawn(tokens)
+            sampled = [] if self.group.wanted is Integrity.FULL else self._drawn(tokens)
             self._latest = (first_token, end_token), tokens, sampled
         return self._latest[1:]
 
@@ -439,7 +404,8 @@ class GroupSums:
     def _sample(self, part: int, named: Flags, sampled: ChosenCells) -> Iterator[ChosenCells]:
         indices = np.flatnonzero(named[sampled.cell])
         for begin, end in pieces(len(indices), MOST_BYTES, self._cell_bytes(part)):
-            yield sampled.at(_without_gaps(indices[begin:end]))
+            chosen = _without_gaps(indices[begin:end])
+            yield ChosenCells._make(each[chosen] for each in sampled)
 
     def _all(self, part: int, named: Flags, tokens: Tokens) -> Iterator[ChosenCells]:
         moving, num_stretches = self.group.moving[part], len(tokens.first_token)
@@ -460,19 +426,20 @@ class GroupSums:
     def mismatch(self, word: int, counts: tuple[int, int]) -> HandoffError:
         """Return the error of a word of this group that differs."""
         row, number = divmod(word - self.first_word, self._words_each)
-        grid, announced, size = self.group.grid, self.announced, self.group.cells.destination.block_size
+        grid, announced, size = self.group.grid, self.announced, self.group.destination.block_size
         begin = self._first_token + number * self.fold * grid.num_tokens
         end = min(begin + self.fold * grid.num_tokens, announced.end_token)
-        is_sample = self.group.cells.wanted is Integrity.SAMPLE
+        is_sample = self.group.wanted is Integrity.SAMPLE
         if is_sample:
             row = int(self._draw(np.array([begin // grid.num_tokens]))[row])
         part = max(index for index, each in enumerate(self.group.moving) if len(each.cells) and each.first <= row)
         moving = self.group.moving[part]
         first, last = (announced.block_ids[(token - announced.block_token) // size] for token in (begin, end - 1))
-        where = place_of(grid, (begin, end), (first, last))
+        held = f"block {first}" if first == last else f"block {first} and those that follow"
+        where = f"the state in {held}" if grid.is_state else f"tokens {begin} to {end} in {held}"
         if is_sample and self.fold > 1:
             where += ", or another sampled one of these tokens"
-        return self.group.cells.mismatch(part, int(moving.cells[row - moving.first]), where, counts)
+        return self.group.mismatch(part, int(moving.cells[row - moving.first]), where, counts)
 
 
 def _without_gaps(indices: Integers) -> Integers | slice:

@@ -16,6 +16,19 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.execution.device import HOST, DeviceOrder
 from kvferry.peer_log import PeerLog
 
+logger = PeerLog(logging.getLogger(__name__))
+
+WAIT_SECONDS = 0.0005
+MAX_WAIT_SECONDS = 0.01
+"""Longest time between two looks at jobs that wait for no transfer, but for a handshake, for example."""
+QUIET_SECONDS = 10.0
+"""How long the transfers of a job that was given up may take to end before the job is reported."""
+MAX_REPORTS = 4096
+"""Results that wait for :meth:`Executor.collect` at which those that are for the log alone are left out: peers cause
+them, and an engine that does nothing collects none."""
+Change = tuple[str, KVFerryError | None]
+"""A job's id, and the error with which the job is given up; None where its blocks are quarantined."""
+
 
 class Phase(Enum):
     """What a job waits for."""
@@ -52,33 +65,18 @@ class JobResult:
 class Job(Protocol):
     """A write, an awaited load or a local copy."""
 
-    @property
-    def job_id(self) -> str:
-        """Names the job; no two jobs at a time have the same id."""
-
-    @property
-    def fills_blocks(self) -> bool:
-        """Whether the job fills blocks of this engine, which must be kept until its transfers have ended."""
-
-    @property
-    def is_for_log(self) -> bool:
-        """Whether the job's result is for the log alone: peers cause such jobs, and nobody waits for their end."""
-
-    @property
-    def can_wait(self) -> bool:
-        """Whether other jobs go first: no request waits for this one."""
-
-    @property
-    def phase(self) -> Phase:
-        """What the job waits for."""
-
-    @property
-    def error(self) -> KVFerryError | None:
-        """Why the job was given up."""
-
-    @property
-    def given_up_at(self) -> float | None:
-        """When the job was given up."""
+    job_id: str
+    """No two jobs at a time have the same."""
+    fills_blocks: bool
+    """Whether the job fills blocks of this engine, which must be kept until its transfers have ended."""
+    is_for_log: bool
+    """Whether the job's result is for the log alone: peers cause such jobs, and nobody waits for their end."""
+    can_wait: bool
+    """Whether other jobs go first: no request waits for this one."""
+    phase: Phase
+    error: KVFerryError | None
+    """Why the job was given up."""
+    given_up_at: float | None
 
     def advance(self, now: float) -> bool:
         """Make bounded progress; return whether there was any."""
@@ -100,20 +98,6 @@ def clock() -> dict[str, float]:
     ['monotonic', 'wall']
     """
     return {"wall": time.time(), "monotonic": time.monotonic()}
-
-
-logger = PeerLog(logging.getLogger(__name__))
-
-WAIT_SECONDS = 0.0005
-MAX_WAIT_SECONDS = 0.01
-"""Longest time between two looks at jobs that wait for no transfer, but for a handshake, for example."""
-QUIET_SECONDS = 10.0
-"""How long the transfers of a job that was given up may take to end before the job is reported."""
-MAX_REPORTS = 4096
-"""Results that wait for :meth:`Executor.collect` at which those that are for the log alone are left out: peers cause
-them, and an engine that does nothing collects none."""
-Change = tuple[str, KVFerryError | None]
-"""A job's id, and the error with which the job is given up; None where its blocks are quarantined."""
 
 
 class Executor:
@@ -146,7 +130,14 @@ class Executor:
         self._thread = threading.Thread(target=self._run, name="kvferry-executor", daemon=True)
         self._started: Future[None] = Future()
         self._thread.start()
-        self._await_start()
+        try:
+            self._started.result()
+        except (OSError, ValueError, OverflowError) as error:
+            raise SettingsError(
+                Reason.INVALID_SETTING,
+                f"the transfer thread cannot run on cores {sorted(self._cores)}: {error}.",
+                'Set "transfer_cores" to cores of this machine.',
+            ) from error
 
     def submit(self, job: Job) -> None:
         """Queue a job; :meth:`collect` returns its result, exactly once; at most once where it is for the log."""
@@ -187,16 +178,6 @@ class Executor:
         # The thread ends at the limit, too, whatever is still under way.
         return not self._thread.is_alive() and not self._active
 
-    def _await_start(self) -> None:
-        try:
-            self._started.result()
-        except (OSError, ValueError, OverflowError) as error:
-            raise SettingsError(
-                Reason.INVALID_SETTING,
-                f"the transfer thread cannot run on cores {sorted(self._cores)}: {error}.",
-                'Set "transfer_cores" to cores of this machine.',
-            ) from error
-
     def _run(self) -> None:
         try:
             if self._cores:
@@ -217,7 +198,10 @@ class Executor:
         self._give_up()
 
     def _turn(self) -> None:
-        self._take_orders()
+        if not self._active:
+            self._take(self._orders.get())
+        while not self._orders.empty():
+            self._take(self._orders.get_nowait())
         if self._active and not self._advance():
             self._wait()
         else:
@@ -231,13 +215,6 @@ class Executor:
         self._num_looks += 1
         with suppress(queue.Empty):
             self._take(self._orders.get(timeout=min(WAIT_SECONDS * (1 + self._num_looks // 4), MAX_WAIT_SECONDS)))
-
-    def _take_orders(self) -> None:
-        """Take all orders; wait for one where there is no job."""
-        if not self._active:
-            self._take(self._orders.get())
-        while not self._orders.empty():
-            self._take(self._orders.get_nowait())
 
     def _take(self, order: Job | Change | None) -> None:
         if order is None:
@@ -280,17 +257,14 @@ class Executor:
             self._report_if_late(job, now)
             if job.phase is Phase.DONE:
                 self._active.remove(job)
-                self._end(job)
+                if job.job_id in self._quarantined:
+                    self._quarantined.remove(job.job_id)
+                elif not job.is_for_log or self._results.qsize() < MAX_REPORTS:
+                    self._results.put(_result(job))
             if moved and job.phase is not Phase.DONE:
                 return True
             has_moved |= moved
         return has_moved
-
-    def _end(self, job: Job) -> None:
-        if job.job_id in self._quarantined:
-            self._quarantined.remove(job.job_id)
-        elif not job.is_for_log or self._results.qsize() < MAX_REPORTS:
-            self._results.put(_result(job))
 
     def _report_if_late(self, job: Job, now: float) -> None:
         """Report a job whose transfers do not end: once when it is late, and once when they have ended.

@@ -117,7 +117,6 @@ class HostCopying:
         return True
 
     def is_quiet(self) -> bool:
-        """Return true."""
         return True
 
 
@@ -173,7 +172,6 @@ class LocalCopy:
         self.phase = Phase.DONE if self._copying is None or self._copying.is_quiet() else Phase.STOPPING
 
     def result(self, finished_at: float) -> JobResult:
-        """Return how the copy ended."""
         copies = self._copies if self.error is None else []
         return JobResult(
             job_id=self.job_id,

@@ -100,8 +100,8 @@ class Peers:
         return identity is not None and not may_write(identity)
 
     def _probe(self, where: EndPoint) -> BackgroundCall[bool] | None:
-        return self._probes.get(where, lambda: self._nothing_listens(where))
+        def host_refuses() -> bool:
+            addresses = self._trust.addresses_named_by_peers(where.host, where.port)
+            return nothing_listens(addresses, where.port, PROBE_SECONDS)
 
-    def _nothing_listens(self, where: EndPoint) -> bool:
-        addresses = self._trust.addresses_named_by_peers(where.host, where.port)
-        return nothing_listens(addresses, where.port, PROBE_SECONDS)
+        return self._probes.get(where, host_refuses)

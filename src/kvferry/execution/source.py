@@ -1,8 +1,8 @@
-"""All writes of one source rank: takes announcements, learns what is computed, and reports how each write ended.
+"""Writes of one source rank: it takes announcements, learns what is computed, and reports how each write ended.
 
-:class:`kvferry.handoff.source.SourceWrites` decides which tokens go. A :class:`Write`, a job of the transfer thread,
-carries out one write, batch by batch, over the connection that
-:class:`kvferry.execution.source.Destinations` has for it. A :class:`Writer` has all writes of a rank.
+:class:`Destinations` are the ranks that have introduced themselves, and the connections to them. A :class:`Write` is a
+job of the transfer thread and carries out one write, batch by batch; :class:`WriteEvents` are its entry in a log.
+The :class:`Writer` has all writes of the rank. :class:`kvferry.handoff.source.SourceWrites` decides which tokens go.
 """
 
 import logging
@@ -54,6 +54,36 @@ logger = PeerLog(logging.getLogger(__name__))
 MAX_DESTINATIONS = 4096
 MAX_INTRODUCED_BYTES = 256 << 20
 """Of all introductions that are remembered: each may have as many as a question."""
+MAX_STEPS = 1024
+"""Steps kept until :meth:`Writer.take_steps`; of more only the latest are kept."""
+MAX_OPEN = 1 << 14
+"""Open writes of a rank: more than any engine has requests."""
+MAX_OPEN_BLOCKS = 1 << 23
+"""Blocks of all open writes of a rank: the blocks of an announcement are kept until its write is over."""
+MAX_OPEN_BYTES = MAX_INTRODUCED_BYTES
+"""Of the introductions of destinations with open writes, which may be forgotten meanwhile."""
+MAX_GIVEN_UP = 16
+"""Writes that were given up for others and have not ended, each of which still keeps its blocks."""
+MAX_SECONDS = 3600.0
+"""Longest time that a write waits for its prompt, whatever its destination asks for."""
+REPORT_SECONDS = 60.0
+"""How long a report is sent again until it is acknowledged."""
+LATE_SECONDS = 10.0
+"""The longest time for which a hold of this engine may be unknown here, whatever its destination asks for."""
+MAX_REPORTS = 1024
+"""Reports that are kept, so that a destination can ask for one that was lost; each may have as many digests as a
+message."""
+MAX_REPORT_BYTES = 64 << 20
+CHECK_ALIVE_SECONDS = 1.0
+"""Seconds between two checks that the destination of a write is alive."""
+MAX_BATCHES = 1024
+"""Batches kept of one write's events; later ones are only counted."""
+MAX_PAGE_WRITES = 16
+"""How often a write sends the page in which its prompt ends again, since the engine generates on and changes it."""
+Report = Callable[[JobResult, bool], None]
+"""Tells the destination how the write ended, and whether bytes of it may still land."""
+Preemptions = Mapping[str, tuple[int, int]]
+"""How often each prompt was preempted, and the engine reset."""
 
 
 @dataclass
@@ -132,7 +162,7 @@ class Destinations:
             link,
             index,
             question.registration,
-            _num_introduced_bytes(question),
+            sum(map(len, (question.shard, *question.sources, *question.end_points.values()))),
             num_fences,
         )
         self.known.move_to_end(key)
@@ -166,10 +196,16 @@ class Destinations:
         client = self._rank.client
         if client.knows_peers:
             return
+        where = question.answers_at
         try:
-            client.trust.refuse_numeric(question.answers_at.host)
+            client.trust.refuse_numeric(where.host)
         except KVFerryError as error:
-            refused = _may_not_connect(question, error)
+            refused = HandoffError(
+                Reason.PERMISSION_DENIED,
+                f"the prefill engine may not connect to the decode rank {question.receiver} at "
+                f"{where.host}:{where.port}, where it reports what it has written: {error.message}",
+                'Add the decode engine\'s host to "allowed_hosts" of the prefill engine.',
+            )
             logger.warning("kvferry: %s", refused, peer=question.receiver)
             raise refused from error
 
@@ -193,52 +229,6 @@ class Destinations:
         # Last: another thread takes the link where the number is that of the transports.
         destination.num_fences = num_fences
         return destination.link
-
-
-def _num_introduced_bytes(question: Introduce) -> int:
-    return sum(map(len, (question.shard, *question.sources, *question.end_points.values())))
-
-
-def _may_not_connect(question: Introduce, error: KVFerryError) -> HandoffError:
-    where = question.answers_at
-    return HandoffError(
-        Reason.PERMISSION_DENIED,
-        f"the prefill engine may not connect to the decode rank {question.receiver} at {where.host}:{where.port}, "
-        f"where it reports what it has written: {error.message}",
-        'Add the decode engine\'s host to "allowed_hosts" of the prefill engine.',
-    )
-
-
-MAX_STEPS = 1024
-"""Steps kept until :meth:`Writer.take_steps`; of more only the latest are kept."""
-MAX_OPEN = 1 << 14
-"""Open writes of a rank: more than any engine has requests."""
-MAX_OPEN_BLOCKS = 1 << 23
-"""Blocks of all open writes of a rank: the blocks of an announcement are kept until its write is over."""
-MAX_OPEN_BYTES = MAX_INTRODUCED_BYTES
-"""Of the introductions of destinations with open writes, which may be forgotten meanwhile."""
-MAX_GIVEN_UP = 16
-"""Writes that were given up for others and have not ended, each of which still keeps its blocks."""
-MAX_SECONDS = 3600.0
-"""Longest time that a write waits for its prompt, whatever its destination asks for."""
-REPORT_SECONDS = 60.0
-"""How long a report is sent again until it is acknowledged."""
-LATE_SECONDS = 10.0
-"""The longest time for which a hold of this engine may be unknown here, whatever its destination asks for."""
-MAX_REPORTS = 1024
-"""Reports that are kept, so that a destination can ask for one that was lost; each may have as many digests as a
-message."""
-MAX_REPORT_BYTES = 64 << 20
-CHECK_ALIVE_SECONDS = 1.0
-"""Seconds between two checks that the destination of a write is alive."""
-MAX_BATCHES = 1024
-"""Batches kept of one write's events; later ones are only counted."""
-MAX_PAGE_WRITES = 16
-"""How often a write sends the page in which its prompt ends again, since the engine generates on and changes it."""
-Report = Callable[[JobResult, bool], None]
-"""Tells the destination how the write ended, and whether bytes of it may still land."""
-Preemptions = Mapping[str, tuple[int, int]]
-"""How often each prompt was preempted, and the engine reset."""
 
 
 class WriteEvents:
@@ -353,12 +343,10 @@ class Write:
             return self._writes.is_stopping(self._key) or self._writes.outcome(self._key) is not None
 
     def cancel(self, error: KVFerryError) -> None:
-        """Give up."""
         with self._lock:
             self._writes.fail(self._key, error)
 
     def result(self, finished_at: float) -> JobResult:
-        """Return how the write ended."""
         return JobResult(
             job_id=self.job_id,
             error=self.error,
@@ -417,7 +405,9 @@ class Write:
             self._num_bytes += transfer.num_bytes
             self._landed()
         else:
-            self._stopped(transfer.error or _write_failed(transfer.status), may_land=may_land)
+            ended = f"a write ended {transfer.status}."
+            error = TransportError(Reason.TRANSFER_FAILED, ended, "Check that the decode engine runs.")
+            self._stopped(transfer.error or error, may_land=may_land)
         return True
 
     def _landed(self) -> None:
@@ -446,10 +436,6 @@ class Write:
         self.phase = Phase.DONE
         self._report(self.result(time.monotonic()), outcome.may_land)
         return True
-
-
-def _write_failed(status: Status) -> TransportError:
-    return TransportError(Reason.TRANSFER_FAILED, f"a write ended {status}.", "Check that the decode engine runs.")
 
 
 def _never_rests(key: WriteKey) -> HandoffError:
@@ -574,10 +560,7 @@ class Writer:
             self._deferred.add(self._rank.order.mark(), action)
 
     def _preemptions_of(self, prompts: Sequence[tuple[str, Prompt]]) -> Preemptions:
-        return {transfer_id: self._preemption_of(transfer_id) for transfer_id, _ in prompts}
-
-    def _preemption_of(self, transfer_id: str) -> tuple[int, int]:
-        return self._num_preemptions.get(transfer_id, 0), self._num_resets
+        return {tid: (self._num_preemptions.get(tid, 0), self._num_resets) for tid, _ in prompts}
 
     def _not_preempted_since(
         self, prompts: Sequence[tuple[str, Prompt]], preemptions: Preemptions
@@ -585,7 +568,8 @@ class Writer:
         """Return the prompts that were not preempted since, by requests or by a reset. A transfer that has ended stays
         ended all the same.
         """
-        return {tid: prompt for tid, prompt in prompts if self._preemption_of(tid) == preemptions[tid]}
+        now = self._preemptions_of(prompts)
+        return {tid: prompt for tid, prompt in prompts if now[tid] == preemptions[tid]}
 
     def _begun(self, prompts: Sequence[tuple[str, Prompt]], preemptions: Preemptions) -> None:
         with self._lock:
@@ -715,7 +699,10 @@ class Writer:
             )
         with self._lock:
             is_computed = self._writes.is_computed(question.transfer_id)
-        digests = self._digests(question, destination, plan, part)
+        digests = None
+        if (wanted := Integrity(question.integrity)) is not Integrity.OFF:
+            check_computes(self._computes, wanted)
+            digests = WrittenDigests(PartDigests(destination.cells(plan, wanted), part.announced, key))
         is_whole = goes_whole(question.num_tokens, is_computed=is_computed, short_tokens=self._short_tokens)
         part = part.as_whole() if is_whole else part.in_spans(self.spans.plans(plan))
         now = time.monotonic()
@@ -727,7 +714,7 @@ class Writer:
             part.needs,
             now + min(question.seconds, MAX_SECONDS),
             question.adapter,
-            self._known_by(question, now),
+            now + min(question.late_seconds, LATE_SECONDS) if is_of_hold(question.transfer_id) else None,
         )
         num_blocks = sum(len(blocks.block_ids) for blocks in question.blocks)
         with self._lock:
@@ -742,10 +729,21 @@ class Writer:
             self._make_room(key)
             if key not in self._open:
                 raise _no_room()
-            events = WriteEvents(request, self.spans.layers_of) if self._keeps_events else None
+        events = WriteEvents(request, self.spans.layers_of) if self._keeps_events else None
         # This connection and no later one, which may be over another transport.
         link = self.destinations.link(destination)
-        self._rank.executor.submit(self._job(request, part, destination, link, events, digests))
+        write = Write(
+            self._writes,
+            self._lock,
+            key,
+            part,
+            connect=link.poll,
+            report=partial(self._report, request, part, destination, digests),
+            events=events,
+            check_alive=partial(self._check_alive, destination.answers_at),
+            digests=digests,
+        )
+        self._rank.executor.submit(write)
         return link.name
 
     def _make_room(self, newcomer: WriteKey) -> None:
@@ -787,42 +785,6 @@ class Writer:
         if not destination.num_open:
             self._num_open_bytes -= destination.num_bytes
 
-    def _known_by(self, question: Announce, now: float) -> float | None:
-        """Return when the prompt must be known, as in :class:`WriteRequest`: at once or soon for a hold."""
-        return now + min(question.late_seconds, LATE_SECONDS) if is_of_hold(question.transfer_id) else None
-
-    def _digests(
-        self, question: Announce, destination: DestinationRank, plan: PairPlan, part: Part
-    ) -> WrittenDigests | None:
-        """Return the digests that the destination asks for. Raises :class:`PlanError` (unsupported)."""
-        wanted = Integrity(question.integrity)
-        if wanted is Integrity.OFF:
-            return None
-        check_computes(self._computes, wanted)
-        cells = destination.cells(plan, wanted)
-        return WrittenDigests(PartDigests(cells, part.announced, question.key))
-
-    def _job(
-        self,
-        request: WriteRequest,
-        part: Part,
-        destination: DestinationRank,
-        link: Connecting | Link,
-        events: WriteEvents | None,
-        digests: WrittenDigests | None,
-    ) -> Write:
-        return Write(
-            self._writes,
-            self._lock,
-            request.key,
-            part,
-            connect=link.poll,
-            report=lambda result, may_land: self._report(request, part, destination, result, may_land, digests),
-            events=events,
-            check_alive=lambda: self._check_alive(destination.answers_at),
-            digests=digests,
-        )
-
     # The transfer thread.
 
     def _check_alive(self, where: EndPoint) -> None:
@@ -842,9 +804,9 @@ class Writer:
         request: WriteRequest,
         part: Part,
         destination: DestinationRank,
+        digests: WrittenDigests | None,
         result: JobResult,
         may_land: bool,
-        digests: WrittenDigests | None,
     ) -> None:
         key, error = request.key, result.error
         if isinstance(error, TransportError):
