@@ -69,7 +69,6 @@ CASES: dict[str, dict[str, Any]] = {
     "no rows": {"layout": "LBHNC"},
     "two blocks a stored block": {"block_size": 32},
     "two blocks a stored block, no rows": {"block_size": 32, "layout": "LBHNC"},
-    "s3-fifo": {"eviction": "s3-fifo"},
     "windows": {"specs": HYBRID, "layout": "LBHNC"},
     "windows in rows": {"specs": HYBRID, "layout": "BLHNC"},
 }

@@ -647,7 +647,6 @@ class OffloadMachine(RuleBasedStateMachine):
                 "host_blocks": st.integers(2, 20),
                 "runs_ahead": st.booleans(),
                 "block_size": st.sampled_from([0, 16, 32]),
-                "eviction": st.sampled_from(["lru", "s3-fifo"]),
             }
         ),
     )

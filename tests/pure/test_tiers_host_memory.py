@@ -19,7 +19,6 @@ from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.tiers import slab_memory
-from kvferry.tiers.eviction import Eviction
 from kvferry.tiers.host_memory import HostMemory, HostStore, slots_that_fit
 from kvferry.tiers.protocol import MAX_BATCH, Presence
 from kvferry.tiers.slab_memory import SlabHandle, SlabMemory, available_bytes
@@ -43,8 +42,8 @@ def slab(num_blocks: Mapping[str, int]) -> Shard:
     return slab_shard(ranks, num_blocks, base_address=BASE)
 
 
-def host_memory(num_blocks: int = 4, eviction: Eviction = Eviction.LRU) -> HostMemory:
-    return HostMemory(slab({"full": num_blocks}), eviction)
+def host_memory(num_blocks: int = 4) -> HostMemory:
+    return HostMemory(slab({"full": num_blocks}))
 
 
 def store(host: HostMemory, *numbers: int, group: str = "full") -> HostStore:
@@ -140,9 +139,8 @@ def test_two_stores_of_one_key_at_a_time() -> None:
     assert (again.keys, dict(again.failures), again.has_ended) == ([], {}, True)
 
 
-@pytest.mark.parametrize("eviction", list(Eviction))
-def test_mooncake_850_blocks_in_use_are_never_evicted(eviction: Eviction) -> None:
-    host = host_memory(4, eviction)
+def test_mooncake_850_blocks_in_use_are_never_evicted() -> None:
+    host = host_memory(4)
     store(host, 1, 2)
     loads = [host.prepare_load(keys(1)), host.prepare_load(keys(1))]
     being_stored = host.prepare_store("full", keys(5), num_parts=1)
@@ -159,10 +157,9 @@ def test_mooncake_850_blocks_in_use_are_never_evicted(eviction: Eviction) -> Non
     assert in_use(host) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("eviction", list(Eviction))
-def test_many_blocks_in_use_cost_a_store_little(eviction: Eviction) -> None:
+def test_many_blocks_in_use_cost_a_store_little() -> None:
     """20,000 blocks that are next to go are in use: the store of one block takes no step for each of them."""
-    host = host_memory(30_000, eviction)
+    host = host_memory(30_000)
     store(host, *range(30_000))
     load = host.prepare_load(keys(*range(10_000, 30_000)), counts_as_use=False)
     for number in range(30_000, 30_010):

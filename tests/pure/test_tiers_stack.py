@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvferry.errors import Reason, TierError
-from kvferry.tiers.eviction import Eviction
 from kvferry.tiers.host_memory import HostMemory, HostStore
 from kvferry.tiers.lower_copies import MAX_RAISED, CopySettings
 from kvferry.tiers.protocol import BlockKey, Presence
@@ -35,10 +34,10 @@ SETTINGS = CopySettings(chunk_bytes=2 * BLOCK_BYTES, copies_per_tier=2, hang_sec
 class Engine:
     """An engine's use of a stack with a disk and a pool, each a dictionary; ``now`` moves with ``step``."""
 
-    def __init__(self, num_blocks: int = 8, lower_blocks: int = 1000, eviction: Eviction = Eviction.LRU) -> None:
+    def __init__(self, num_blocks: int = 8, lower_blocks: int = 1000) -> None:
         self.memory = SlabMemory(num_blocks * BLOCK_BYTES)
         region = self.memory.region
-        self.host = HostMemory(slab_of_blocks(num_blocks, region.base_address), eviction)
+        self.host = HostMemory(slab_of_blocks(num_blocks, region.base_address))
         self.disk = DictionaryTier(region, lower_blocks * BLOCK_BYTES, blocks_per_poll=2, name="disk")
         self.pool = DictionaryTier(region, lower_blocks * BLOCK_BYTES, blocks_per_poll=2, name="pool")
         self.stack = Stack(self.host, [self.disk, self.pool], SETTINGS, lease_seconds=60.0)

@@ -7,7 +7,6 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvferry.layout.shard import Region
-from kvferry.tiers.eviction import Eviction
 from kvferry.tiers.protocol import BlockKey, LowerTier
 
 from ..support.dictionary_tier import DictionaryTier
@@ -26,11 +25,6 @@ class TestHostMemory(TierSuite):
         return HostBench()
 
 
-class TestHostMemoryWithS3Fifo(TierSuite):
-    def open_bench(self, place: Path) -> HostBench:
-        return HostBench(eviction=Eviction.S3_FIFO)
-
-
 class TestDictionaryTier(LowerTierSuite):
     def open_tier(self, region: Region, place: Path) -> DictionaryTier:
         return DictionaryTier(region, 64 * BLOCK_BYTES)
@@ -42,8 +36,7 @@ class TestDictionaryTier(LowerTierSuite):
 
 
 BENCHES = {
-    "host memory, LRU": lambda: HostBench(12),
-    "host memory, S3-FIFO": lambda: HostBench(12, Eviction.S3_FIFO),
+    "host memory": lambda: HostBench(12),
     "dictionary": lambda: LowerBench(lambda region: DictionaryTier(region, 12 * BLOCK_BYTES)),
 }
 

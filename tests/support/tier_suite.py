@@ -30,7 +30,6 @@ from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
-from kvferry.tiers.eviction import Eviction
 from kvferry.tiers.host_memory import HostMemory, HostStore
 from kvferry.tiers.protocol import (
     KEY_BYTES,
@@ -211,9 +210,9 @@ class HostBench(TierBench):
 
     tier: HostMemory
 
-    def __init__(self, num_blocks: int = 128, eviction: Eviction = Eviction.LRU) -> None:
+    def __init__(self, num_blocks: int = 128) -> None:
         self.memory = SlabMemory(num_blocks * BLOCK_BYTES)
-        self.tier = HostMemory(slab_of_blocks(num_blocks, self.memory.region.base_address), eviction)
+        self.tier = HostMemory(slab_of_blocks(num_blocks, self.memory.region.base_address))
 
     def begin_store(self, keys: Sequence[BlockKey], lengths: Mapping[BlockKey, int] | None = None) -> Store:
         """Reserve slots and write the blocks into them."""

@@ -21,7 +21,7 @@ import numpy as np
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Shard
-from kvferry.tiers.eviction import Eviction, make_policy
+from kvferry.tiers.eviction import LeastRecentlyUsed
 from kvferry.tiers.protocol import (
     KEY_BYTES,
     BlockKey,
@@ -116,11 +116,11 @@ class HostStore(Store):
 class _Pool:
     """Slots of one size, ``first_slot`` to ``first_slot + num_slots`` of all slots, for one cache group or several."""
 
-    def __init__(self, number: int, first_slot: int, num_slots: int, eviction: Eviction) -> None:
+    def __init__(self, number: int, first_slot: int, num_slots: int) -> None:
         self.number = number
         self.slots = slice(first_slot, first_slot + num_slots)
         self.free = list(range(first_slot, first_slot + num_slots))[::-1]
-        self.policy = make_policy(eviction, num_slots)
+        self.policy = LeastRecentlyUsed()
 
 
 class HostMemory:
@@ -145,7 +145,7 @@ class HostMemory:
     True
     """
 
-    def __init__(self, slab: Shard, eviction: Eviction = Eviction.LRU) -> None:
+    def __init__(self, slab: Shard) -> None:
         self.slot_bytes = {group.name: group.components[0].block_stride for group in slab.groups}
         # Of each slot: its block id in its groups, the number of its pool, its place, and its key's state.
         block_ids, pool_numbers, lengths, addresses = [], [], [], []
@@ -155,7 +155,7 @@ class HostMemory:
         for group in slab.groups:
             begin = min(offset for part in group.components for offset in part.layer_offsets)
             if begin not in pools:
-                pools[begin] = _Pool(len(pools), self.num_slots, group.num_blocks, eviction)
+                pools[begin] = _Pool(len(pools), self.num_slots, group.num_blocks)
                 ids, slot_bytes = np.arange(group.num_blocks, dtype=np.int64), self.slot_bytes[group.name]
                 block_ids.append(ids)
                 pool_numbers.append(np.full(len(ids), len(pools) - 1))

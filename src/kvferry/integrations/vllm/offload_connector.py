@@ -216,9 +216,9 @@ def _in_words(settings: OffloadSettings) -> str:
     """Return the tiers and the size of a stored block for the log.
 
     >>> _in_words(OffloadSettings(host_bytes=8 << 30, disk_path="/kv", disk_bytes=1 << 40))
-    '8.0 GiB of host memory (lru), 1.0 TiB of disk at /kv; a stored block is one block of the engine'
+    '8.0 GiB of host memory, 1.0 TiB of disk at /kv; a stored block is one block of the engine'
     """
-    tiers = [f"{format_bytes(int(settings.host_bytes))} of host memory ({settings.eviction})"]
+    tiers = [f"{format_bytes(int(settings.host_bytes))} of host memory"]
     if settings.disk_path:
         tiers.append(f"{format_bytes(int(settings.disk_bytes))} of disk at {settings.disk_path}")
     if settings.pool_master:

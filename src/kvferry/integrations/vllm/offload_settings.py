@@ -64,10 +64,6 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             unset="one block of the engine",
         ),
     ] = 0
-    eviction: Annotated[
-        Literal["lru", "s3-fifo"],
-        about("Which block leaves full host memory: the least recently used, or by S3-FIFO, which keeps shared ones."),
-    ] = "lru"
     loads: Annotated[
         Literal["when-quicker", "always"],
         about(

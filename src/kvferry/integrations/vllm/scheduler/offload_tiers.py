@@ -13,7 +13,6 @@ from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import RankReport, SlabOrder
 from kvferry.layout.shard import Region, decode_shard
 from kvferry.layout.slab import slab_shard
-from kvferry.tiers.eviction import Eviction
 from kvferry.tiers.host_memory import HostMemory, slots_that_fit
 from kvferry.tiers.local_disk import LocalDisk, check_directory
 from kvferry.tiers.protocol import LowerTier
@@ -110,7 +109,7 @@ def open_tiers(
         address = memory.region.base_address
         slab = slab_shard(shards, num_blocks, engine_blocks=engine_blocks, base_address=address)
         names = facts.names(slab)
-        host = HostMemory(slab, Eviction(settings.eviction))
+        host = HostMemory(slab)
         order = SlabOrder(memory.handle, tuple(ranks), num_blocks, engine_blocks)
         # Last: nothing behind it can fail, so no tier stays open on memory that is gone.
         stack = Stack(host, lower_tiers(settings, memory.region, data_parallel_rank))
