@@ -19,7 +19,7 @@ from kvferry.handoff.remote_holds import RemoteHold, RemoteHolds
 from kvferry.handoff.source import END, Need, Prompt, SourceWrites, WriteRequest, no_longer_held
 from kvferry.plan.planner import Span
 
-MAX_HOLDS, LEASE, LINGER, SHARE, STALLED = 2, 60.0, 0.5, 0.25, 100.0
+MAX_HOLDS, LEASE, STALLED = 2, 60.0, 100.0
 CLOCK_OFFSET = 12345.0
 NUM_VALUES = 3
 OVERWRITTEN = -1
@@ -57,7 +57,7 @@ class TwoSides:
         self.prompt_of: dict[Handle, int] = {}
         self.epoch = 0
         self.restart()
-        self.decode = RemoteHolds(LINGER, SHARE, STALLED)
+        self.decode = RemoteHolds(STALLED)
         self.held_prompts: list[Answered] = []
         self.network: list[Callable[[], None]] = []
         self.waiting: dict[str, Answered] = {}

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvferry.handoff.holds import sampling_family
 from kvferry.handoff.messages import Handle
-from kvferry.handoff.remote_holds import MIN_RENEW_SECONDS, RemoteHold, RemoteHolds
+from kvferry.handoff.remote_holds import MIN_RENEW_SECONDS, RENEW_SHARE, SIBLING_LINGER_SECONDS, RemoteHold, RemoteHolds
 
-LINGER, SHARE, LEASE, STALLED = 0.5, 0.25, 60.0, 200.0
+LINGER, SHARE, LEASE, STALLED = SIBLING_LINGER_SECONDS, RENEW_SHARE, 60.0, 200.0
 HOLDS = [
     RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 1)),
     RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 2)),
@@ -37,7 +37,7 @@ class RemoteHoldsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.side = RemoteHolds(LINGER, SHARE, STALLED)
+        self.side = RemoteHolds(STALLED)
         self.now = 0.0
         self.model: dict[RemoteHold, Model] = {}
         self.reads: dict[str, RemoteHold] = {}
@@ -161,7 +161,7 @@ TestRemoteHolds = RemoteHoldsMachine.TestCase
 
 
 def test_a_sample_finds_the_hold_of_the_sibling_that_finished_first() -> None:
-    side = RemoteHolds(LINGER, SHARE, STALLED)
+    side = RemoteHolds(STALLED)
     side.arrive("0_z", HOLDS[0], LEASE, now=0.0)
     side.finish("0_z", now=1.0)
     assert side.take_releases(now=1.49) == []
@@ -173,7 +173,7 @@ def test_a_sample_finds_the_hold_of_the_sibling_that_finished_first() -> None:
 
 
 def test_a_request_alone_releases_at_once() -> None:
-    side = RemoteHolds(LINGER, SHARE, STALLED)
+    side = RemoteHolds(STALLED)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     side.finish("x", now=0.0)
     assert side.take_releases(now=0.0) == [HOLDS[0]]
@@ -181,7 +181,7 @@ def test_a_request_alone_releases_at_once() -> None:
 
 
 def test_renewals_to_a_silent_engine_become_more_frequent_within_a_bound() -> None:
-    side = RemoteHolds(LINGER, SHARE, STALLED)
+    side = RemoteHolds(STALLED)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     asked = [tick / 100 for tick in range(0, 7001) if (side.step(tick / 100), side.take_renewals(tick / 100))[1]]
     gaps = [after - before for before, after in pairwise(asked)]
@@ -191,7 +191,7 @@ def test_renewals_to_a_silent_engine_become_more_frequent_within_a_bound() -> No
 
 
 def test_an_engine_whose_steps_do_not_end_stops_renewing_until_they_do() -> None:
-    side = RemoteHolds(LINGER, SHARE, STALLED)
+    side = RemoteHolds(STALLED)
     side.arrive("x", HOLDS[0], LEASE, now=1000.0)  # idle before: no step could end
     assert side.take_renewals(now=1000.0 + STALLED - 1) == [HOLDS[0]]
     side.arrive("y", HOLDS[1], LEASE, now=1000.0 + STALLED)
@@ -201,7 +201,7 @@ def test_an_engine_whose_steps_do_not_end_stops_renewing_until_they_do() -> None
 
 
 def test_a_request_that_waits_in_the_queue_of_a_living_engine_is_renewed_for_ever() -> None:
-    side = RemoteHolds(LINGER, SHARE, STALLED)
+    side = RemoteHolds(STALLED)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     for now in range(0, 10_000, 10):
         side.step(float(now))
@@ -212,17 +212,17 @@ def test_a_request_that_waits_in_the_queue_of_a_living_engine_is_renewed_for_eve
 
 def test_holds_of_one_engine_come_to_be_renewed_together() -> None:
     """Else an engine with a thousand waiting requests sends as many messages in each interval."""
-    side = RemoteHolds(LINGER, SHARE, STALLED)
+    side = RemoteHolds(STALLED)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     side.renewed([HOLDS[0]], 0.0, LEASE)
     side.arrive("y", HOLDS[1], LEASE, now=9.0)
     side.renewed([HOLDS[1]], 9.0, LEASE)
     side.arrive("z", HOLDS[2], LEASE, now=9.0)
     side.renewed([HOLDS[2]], 9.0, LEASE)
-    assert side.take_renewals(now=14.9) == []
-    assert side.take_renewals(now=15.0) == [HOLDS[0]], "the other one has most of its time left"
-    side.renewed([HOLDS[0]], 15.0, LEASE)
-    assert side.take_renewals(now=24.0) == HOLDS, "the other one is due within half of an interval"
+    assert side.take_renewals(now=11.9) == []
+    assert side.take_renewals(now=12.0) == [HOLDS[0]], "the other one has most of its time left"
+    side.renewed([HOLDS[0]], 12.0, LEASE)
+    assert side.take_renewals(now=21.0) == HOLDS, "the other one is due within half of an interval"
 
 
 def test_one_engine_in_two_epochs_is_two_destinations() -> None:
@@ -232,7 +232,7 @@ def test_one_engine_in_two_epochs_is_two_destinations() -> None:
 
 
 def test_naming_another_hold_releases_the_earlier_hold() -> None:
-    side = RemoteHolds(LINGER, SHARE, STALLED)
+    side = RemoteHolds(STALLED)
     side.arrive("x", HOLDS[0], LEASE, now=0.0)
     side.arrive("x", HOLDS[1], LEASE, now=1.0)
     assert side.take_releases(now=1.0) == [HOLDS[0]]
@@ -241,7 +241,7 @@ def test_naming_another_hold_releases_the_earlier_hold() -> None:
 
 
 def test_a_snapshot_is_plain_and_relative_to_now() -> None:
-    holds = RemoteHolds(LINGER, SHARE, STALLED)
+    holds = RemoteHolds(STALLED)
     hold = RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 1))
     holds.arrive("x", hold, lease_seconds=60.0, now=0.0)
     holds.renewed([hold], sent_at=0.0, lease_seconds=60.0)

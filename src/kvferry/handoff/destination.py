@@ -90,14 +90,12 @@ class DestinationLoad:
         fence_seconds: float = 60.0,
     ) -> None:
         self._request_id, self._transfer_id = request_id, transfer_id
-        self._expected = dict(expected)
-        self._answers_at = dict(answers_at)
-        self._deadline = deadline
+        self._expected, self._answers_at = dict(expected), dict(answers_at)
+        self._deadline, self._fence_seconds = deadline, fence_seconds
         self._sources = dict.fromkeys(expected, Source.UNANNOUNCED)
+        self._check_alive_at = 0.0
         self._ask_again_at: dict[int, float] = {}
         self._revoke_at: dict[int, float] = {}
-        self._check_alive_at = 0.0
-        self._fence_seconds = fence_seconds
         self._fence_at: dict[int, float] = {}
         self.error: KVFerryError | None = None
 
@@ -122,11 +120,11 @@ class DestinationLoad:
         """Return what to do now, in order; gives up first if the deadline has passed.
 
         ``ANNOUNCE`` is repeated until :meth:`announcing` is called, ``ASK_AGAIN`` comes after each :meth:`answered`,
-        ``REVOKE`` after each :meth:`still_writing`;
-        ``FENCE`` names each source that may still write, or whose bytes may still land, ``CHECK_ALIVE`` those of them
-        that are not known to have ended.
+        ``REVOKE`` after each :meth:`still_writing`; ``FENCE`` names each source that may still write, or whose bytes
+        may still land, ``CHECK_ALIVE`` those of them that are not known to have ended.
         """
-        self._tick(now)
+        if now >= self._deadline and not self.is_over:
+            self.fail(self._late())
         if self.error is None:
             actions = [Action(Step.ANNOUNCE, i) for i, source in self._sources.items() if source is Source.UNANNOUNCED]
             due = [i for i in self.writers if now >= self._ask_again_at.get(i, float("inf"))]
@@ -135,7 +133,9 @@ class DestinationLoad:
         else:
             actions = [Action(Step.REVOKE, i) for i in self.writers if now >= self._revoke_at.get(i, 0.0)]
             self._revoke_at |= {action.source: float("inf") for action in actions}
-            actions += self._fences_due(now)
+            due = [i for i in self.may_land if now >= self._fence_at.setdefault(i, now + self._fence_seconds)]
+            self._fence_at |= dict.fromkeys(due, float("inf"))
+            actions += [Action(Step.FENCE, i) for i in due]
         if now >= self._check_alive_at:
             self._check_alive_at = now + CHECK_ALIVE_SECONDS
             actions += [Action(Step.CHECK_ALIVE, i) for i in self.may_land if self._sources[i] is not Source.ENDED]
@@ -163,7 +163,9 @@ class DestinationLoad:
         if self._sources.get(source) not in OPEN_TO:
             return False
         if digest != self._expected[source]:
-            self.fail(_wrong_part(self._request_id, source, self._expected[source], digest))
+            expected = f"but part {self._expected[source]} was announced"
+            problem = f"source rank {source} wrote part {digest} of {self._request_id}, {expected}."
+            self.fail(HandoffError(Reason.WRONG_SOURCE, problem, "Run the same kvferry version on both sides."))
             self._sources[source] = Source.QUIET
             return False
         self._sources[source] = Source.LANDED
@@ -210,17 +212,17 @@ class DestinationLoad:
 
     def refused(self, source: int, error: KVFerryError) -> None:
         """The source has written nothing that may still land, because of ``error``: it refused or gave up."""
-        if self._sources.get(source) in (Source.LANDED, Source.DONE):
-            return
-        self.fail(error)
-        self.quiet(source)
+        if self._sources.get(source) not in (Source.LANDED, Source.DONE):
+            self.fail(error)
+            self.quiet(source)
 
     def quiet(self, source: int) -> None:
         """The source has acknowledged that nothing of it lands any more."""
         if self._sources.get(source) in (Source.UNANNOUNCED, Source.ANNOUNCED):
             self._sources[source] = Source.QUIET
-            if self.error is None:
-                self.fail(_stopped(self._request_id, source))
+            problem = f"source rank {source} stopped writing {self._request_id} before it was done."
+            remedy = "Send the prompt again; the prefill engine's log says why it stopped."
+            self.fail(HandoffError(Reason.ABORTED, problem, remedy))
 
     def fail(self, error: KVFerryError) -> None:
         """Give up; the first error stays, and a committed load stays committed."""
@@ -238,18 +240,8 @@ class DestinationLoad:
             "fence_in": {index: max(0.0, at - now) for index, at in self._fence_at.items()},
         }
 
-    def _fences_due(self, now: float) -> list[Action]:
-        due = [i for i in self.may_land if now >= self._fence_at.setdefault(i, now + self._fence_seconds)]
-        self._fence_at |= dict.fromkeys(due, float("inf"))
-        return [Action(Step.FENCE, index) for index in due]
-
-    def _tick(self, now: float) -> None:
-        if now >= self._deadline and not self.is_over:
-            missing = [index for index, source in self._sources.items() if source is not Source.DONE]
-            self.fail(self._late(missing))
-
-    def _late(self, missing: list[int]) -> HandoffError:
-        places = [self._answers_at[index] for index in missing]
+    def _late(self) -> HandoffError:
+        places = [self._answers_at[index] for index, source in self._sources.items() if source is not Source.DONE]
         where = ", ".join(f"{in_url(place.host)}:{place.port}" for place in places)
         remedy = (
             "Check the prefill engine's log, and that a firewall lets its hosts and this one reach each other: these "
@@ -262,19 +254,3 @@ class DestinationLoad:
             f"{self._request_id} was not written in time by the prefill ranks at {where}.",
             f"{remedy} load_timeout_seconds sets the limit.",
         )
-
-
-def _wrong_part(request_id: str, source: int, expected: str, found: str) -> HandoffError:
-    return HandoffError(
-        Reason.WRONG_SOURCE,
-        f"source rank {source} wrote part {found} of {request_id}, but part {expected} was announced.",
-        "Run the same kvferry version on both sides.",
-    )
-
-
-def _stopped(request_id: str, source: int) -> HandoffError:
-    return HandoffError(
-        Reason.ABORTED,
-        f"source rank {source} stopped writing {request_id} before it was done.",
-        "Send the prompt again; the prefill engine's log says why it stopped.",
-    )

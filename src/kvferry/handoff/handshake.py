@@ -1,6 +1,11 @@
-"""Agreement of two engines before a byte moves: a common protocol, same epoch, same model, field by field."""
+"""Agreement of two engines before a byte moves: a common protocol version, one epoch, the same model and adapter.
+
+A decode engine fetches a prefill engine's :class:`Directory`, and compares what it names with its own field by field.
+It loads nothing where anything differs, and tells the prefill engine why.
+"""
 
 from contextlib import suppress
+from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -20,6 +25,14 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.wire import client
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.layout.shard import Shard, decode_shard
+
+TELL_SECONDS = 2.0
+"""How long a handshake that fails waits until the prefill engine knows why."""
+_REASONS = {
+    "kv_dtype": Reason.DTYPE_MISMATCH,
+    "compute_dtype": Reason.DTYPE_MISMATCH,
+    "head_size": Reason.HEAD_SIZE_MISMATCH,
+}
 
 
 class Versions(NamedTuple):
@@ -57,6 +70,41 @@ def agree(*, prefill: Versions = OURS, decode: Versions = OURS) -> int:
         f"speaks {decode}.",
         f"Update kvferry on the {older} engine.",
     )
+
+
+def compare_identities(prefill: Identity, decode: Identity) -> None:
+    """Raise :class:`HandoffError` naming every field that differs, with both values.
+
+    >>> ours = Identity("m", "w", "Qwen3ForCausalLM", "float32", 8, 4, 64, "none", "float32")
+    >>> compare_identities(ours, ours)
+    """
+    _compare(
+        ("prefill", prefill),
+        ("decode", decode),
+        "the engines do not serve the same cache",
+        "Start both engines with the same model, revision, quantisation, dtype and cache dtype.",
+    )
+
+
+def check_rank(scheduler: Identity, rank: Identity, index: int) -> None:
+    """Raise :class:`HandoffError` naming every field in which a rank of this engine differs from its scheduler."""
+    _compare(
+        ("its scheduler", scheduler),
+        ("the rank", rank),
+        f"rank {index} does not serve what its engine's scheduler does",
+        'Give all of the engine\'s hosts the same files of the model, or set "model_id" to a name of the weights.',
+    )
+
+
+def _compare(one: tuple[str, Identity], other: tuple[str, Identity], what: str, remedy: str) -> None:
+    (name, ours), (other_name, theirs) = one, other
+    here, there = msgspec.structs.asdict(ours), msgspec.structs.asdict(theirs)
+    different = [field for field in here if here[field] != there[field]]
+    if not different:
+        return
+    reason = next((_REASONS[field] for field in different if field in _REASONS), Reason.MODEL_MISMATCH)
+    listing = [f"{field}: {name} has {here[field]!r}, {other_name} has {there[field]!r}" for field in different]
+    raise HandoffError(reason, f"{what}: {'; '.join(listing)}.", remedy)
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -111,53 +159,6 @@ files as vLLM has read them. [adapter-mismatch]
     )
 
 
-TELL_SECONDS = 2.0
-"""How long a handshake that fails waits until the prefill engine knows why."""
-_REASONS = {
-    "kv_dtype": Reason.DTYPE_MISMATCH,
-    "compute_dtype": Reason.DTYPE_MISMATCH,
-    "head_size": Reason.HEAD_SIZE_MISMATCH,
-}
-
-
-def compare_identities(prefill: Identity, decode: Identity) -> None:
-    """Raise :class:`HandoffError` naming every field that differs, with both values.
-
-    >>> ours = Identity("m", "w", "Qwen3ForCausalLM", "float32", 8, 4, 64, "none", "float32")
-    >>> compare_identities(ours, ours)
-    """
-    _compare(
-        ("prefill", prefill),
-        ("decode", decode),
-        "the engines do not serve the same cache",
-        "Start both engines with the same model, revision, quantisation, dtype and cache dtype.",
-    )
-
-
-def check_rank(scheduler: Identity, rank: Identity, index: int) -> None:
-    """Raise :class:`HandoffError` naming every field in which a rank of this engine differs from its scheduler."""
-    _compare(
-        ("its scheduler", scheduler),
-        ("the rank", rank),
-        f"rank {index} does not serve what its engine's scheduler does",
-        'Give all of the engine\'s hosts the same files of the model, or set "model_id" to a name of the weights.',
-    )
-
-
-def _compare(one: tuple[str, Identity], other: tuple[str, Identity], what: str, remedy: str) -> None:
-    (name, ours), (other_name, theirs) = one, other
-    different = [
-        (field, getattr(ours, field), getattr(theirs, field))
-        for field in Identity.__struct_fields__
-        if getattr(ours, field) != getattr(theirs, field)
-    ]
-    if not different:
-        return
-    reason = next((_REASONS[field] for field, _, _ in different if field in _REASONS), Reason.MODEL_MISMATCH)
-    listing = "; ".join(f"{field}: {name} has {here!r}, {other_name} has {there!r}" for field, here, there in different)
-    raise HandoffError(reason, f"{what}: {listing}.", remedy)
-
-
 def fetch_directory(
     host: str,
     port: int,
@@ -185,9 +186,20 @@ def fetch_directory(
         )
     try:
         agree(prefill=Versions(answer.version, answer.version))
-        _check_epoch(answer, epoch, f"{host}:{port}")
+        if answer.epoch != epoch:
+            raise HandoffError(
+                Reason.PEER_CHANGED,
+                f"the request was prefilled in epoch {epoch} of {host}:{port}, which now is in epoch {answer.epoch}.",
+                "The prefill engine was restarted or its cache was reset: send the prompt again.",
+            )
         compare_identities(answer.identity, ours)
-        _check_weights(answer, weights_version)
+        if answer.weights_version != weights_version:
+            raise HandoffError(
+                Reason.MODEL_MISMATCH,
+                f"the engines do not serve the same cache: weights_version: prefill has {answer.weights_version!r}, "
+                f"decode has {weights_version!r}.",
+                "Give both engines the same weights and set the same weight version, then reset both caches.",
+            )
     except HandoffError as error:
         tell_refusal(host, port, sender, answer.version, answer.epoch, error, trust, is_trusted=is_trusted)
         raise
@@ -211,30 +223,10 @@ def tell_refusal(
     Waits for at most :data:`TELL_SECONDS`. An engine that was restarted is told nothing: that is no fault of either
     side.
     """
-    if error.reason is Reason.PEER_CHANGED:
-        return
     told = HandshakeRefused.of(error, version=version, epoch=epoch, sender=sender)
-    with suppress(KVFerryError):
-        client.ask(host, port, told, TELL_SECONDS, trust, is_trusted=is_trusted)
-
-
-def _check_epoch(directory: Directory, epoch: int, where: str) -> None:
-    if directory.epoch != epoch:
-        raise HandoffError(
-            Reason.PEER_CHANGED,
-            f"the request was prefilled in epoch {epoch} of {where}, which now is in epoch {directory.epoch}.",
-            "The prefill engine was restarted or its cache was reset: send the prompt again.",
-        )
-
-
-def _check_weights(directory: Directory, weights_version: str) -> None:
-    if directory.weights_version != weights_version:
-        raise HandoffError(
-            Reason.MODEL_MISMATCH,
-            f"the engines do not serve the same cache: weights_version: prefill has {directory.weights_version!r}, "
-            f"decode has {weights_version!r}.",
-            "Give both engines the same weights and set the same weight version, then reset both caches.",
-        )
+    if error.reason is not Reason.PEER_CHANGED:
+        with suppress(KVFerryError):
+            client.ask(host, port, told, TELL_SECONDS, trust, is_trusted=is_trusted)
 
 
 def check_complete(directory: Directory, num_ranks: int) -> None:
@@ -276,10 +268,9 @@ def decode_shards(directory: Directory) -> list[Shard]:
     """
     shards = [decode_shard(entry.shard) for entry in directory.ranks]
     entries = [(entry.pp_rank, entry.tp_rank) for entry in directory.ranks]
-    sizes = {(shard.pp_size, shard.tp_size) for shard in shards}
-    as_named = entries == [(shard.pp_rank, shard.tp_rank) for shard in shards]
-    named = set(entries)
-    if not as_named or len(named) < len(entries) or len(sizes) > 1:
+    are_as_named = entries == [(shard.pp_rank, shard.tp_rank) for shard in shards]
+    sizes, named = {(shard.pp_size, shard.tp_size) for shard in shards}, set(entries)
+    if not are_as_named or len(named) < len(entries) or len(sizes) > 1:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
             f"engine {directory.engine_id} names its ranks (pp, tp) {entries} with the caches of "
@@ -287,13 +278,12 @@ def decode_shards(directory: Directory) -> list[Shard]:
             "Run the same kvferry version on both sides.",
         )
     [(pp_size, tp_size)] = sizes
-    ranks = ((stage, rank) for stage in range(pp_size) for rank in range(tp_size))
-    missing = next((rank for rank in ranks if rank not in named), None)
-    if missing is not None:
-        raise HandoffError(
-            Reason.MISSING_SOURCE,
-            f"engine {directory.engine_id} names {len(entries)} of its {pp_size * tp_size} ranks; tensor-parallel rank "
-            f"{missing[1]} of pipeline stage {missing[0]} is missing.",
-            "Check the prefill engine's log: that worker may have failed.",
-        )
+    for stage, rank in product(range(pp_size), range(tp_size)):
+        if (stage, rank) not in named:
+            raise HandoffError(
+                Reason.MISSING_SOURCE,
+                f"engine {directory.engine_id} names {len(entries)} of its {pp_size * tp_size} ranks; tensor-parallel "
+                f"rank {rank} of pipeline stage {stage} is missing.",
+                "Check the prefill engine's log: that worker may have failed.",
+            )
     return shards

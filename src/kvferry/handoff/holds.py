@@ -113,11 +113,9 @@ class Lease(msgspec.Struct, frozen=True):
         return cls(sent_at + seconds)
 
     def is_over(self, now: float) -> bool:
-        """Return whether the promise has ended."""
         return now >= self.end
 
     def remaining(self, now: float) -> float:
-        """Return the seconds left, at least zero."""
         return max(0.0, self.end - now)
 
 
@@ -208,9 +206,9 @@ class Holds:
         self.epoch = epoch
         self.lease_seconds = lease_seconds
         self.renewed_lease_seconds = min(lease_seconds, RENEWED_LEASE_SECONDS)
-        self._max_hold_seconds = max_hold_seconds
-        self._is_draining = False
-        self._max_holds = max_holds
+        self.is_draining = False
+        """Whether no more holds begin."""
+        self._max_holds, self._max_hold_seconds = max_holds, max_hold_seconds
         self._holds: dict[Handle, Hold] = {}
         self._open_of: dict[str, Handle] = {}
         """The handle of each request's open hold."""
@@ -233,11 +231,6 @@ class Holds:
         return sum(not hold.yields for hold in self._holds.values())
 
     @property
-    def is_draining(self) -> bool:
-        """Whether no more holds begin."""
-        return self._is_draining
-
-    @property
     def has_ended(self) -> bool:
         """Whether :meth:`take_ended` has something to return."""
         return bool(self._ended)
@@ -255,10 +248,13 @@ class Holds:
             hold = self._holds[handle]
             return None if hold.is_held or hold.is_transfer else hold
         if len(self._own_of) >= self._max_holds:
-            self._yield_room()
-        if self._is_draining or len(self._own_of) >= self._max_holds or len(request_id) > MAX_IDENTIFIER_LENGTH:
+            yielding = (hold for hold in self._holds.values() if hold.yields and not hold.is_renewed)
+            if (oldest := next(yielding, None)) is not None:
+                self._end(oldest, Ending.YIELDED)
+        if self.is_draining or len(self._own_of) >= self._max_holds or len(request_id) > MAX_IDENTIFIER_LENGTH:
             return None
-        handle = Handle(request_id, _new_generation())
+        # Nobody can guess it, and it is no transfer's.
+        handle = Handle(request_id, secrets.randbits(GENERATION_BITS) or 1)
         self._own_of[request_id] = self._of_generation[handle.generation] = handle
         self._families.setdefault(sampling_family(request_id), set()).add(handle)
         return self._open(Hold(handle, request_id))
@@ -273,10 +269,9 @@ class Holds:
         if transfer_id in self._ended_transfers or is_of_hold(transfer_id):
             return None
         handle = Handle(transfer_id, TRANSFER_GENERATION)
-        hold = self._holds.get(handle)
-        if hold is not None:
+        if (hold := self._holds.get(handle)) is not None:
             return hold if hold.request_id == request_id and not hold.is_held else None
-        if self._is_draining:
+        if self.is_draining:
             self._end_unbegun(handle, Ending.REFUSED)
             return None
         return None if request_id in self._open_of else self._open(Hold(handle, request_id))
@@ -288,8 +283,7 @@ class Holds:
 
     def hold(self, request_id: str, now: float) -> Hold | None:
         """Start the lease of a finished request; None if it has no open hold."""
-        hold = self.open_hold(request_id)
-        if hold is None:
+        if (hold := self.open_hold(request_id)) is None:
             return None
         del self._open_of[request_id]
         return self._extend(msgspec.structs.replace(hold, held_at=now), now)
@@ -304,14 +298,12 @@ class Holds:
     def yield_blocks(self, handles: Iterable[Handle]) -> None:
         """End those of these holds that yield: the engine gives their blocks to others."""
         for handle in handles:
-            hold = self._holds.get(handle)
-            if hold is not None and hold.yields:
+            if (hold := self._holds.get(handle)) is not None and hold.yields:
                 self._end(hold, Ending.YIELDED)
 
     def drop(self, request_id: str) -> None:
         """End the open hold of a request that was aborted or has nothing to send."""
-        hold = self.open_hold(request_id)
-        if hold is not None:
+        if (hold := self.open_hold(request_id)) is not None:
             self._end(hold, Ending.DROPPED)
 
     def drop_transfer(self, transfer_id: str) -> None:
@@ -322,7 +314,7 @@ class Holds:
 
     def drain(self) -> None:
         """Begin no more holds; those that have begun go on, unless they yield."""
-        self._is_draining = True
+        self.is_draining = True
         self.yield_blocks(list(self._holds))
 
     def reset(self, epoch: int) -> None:
@@ -343,7 +335,9 @@ class Holds:
         for handle in handles:
             if (hold := self._holds.get(handle)) is not None:
                 for member in self._family(hold):
-                    self._renew(member, now)
+                    renewed = self._holds[member.handle] = msgspec.structs.replace(member, is_renewed=True)
+                    if renewed.is_held:
+                        self._extend(renewed, now)
             elif handle.generation != TRANSFER_GENERATION or handle.request_id in self._ended_transfers:
                 lost.append(handle)
         return lost
@@ -373,7 +367,12 @@ class Holds:
                     self._end(member, Ending.RELEASED)
         for handle in unbegun:
             if len(self._ended) >= MAX_REMEMBERED:
-                raise _no_step(len(self._ended))
+                raise HandoffError(
+                    Reason.DEADLINE_EXCEEDED,
+                    f"the ends of {len(self._ended)} holds and transfers wait for the next step of this engine: its "
+                    "steps hang.",
+                    "Check the prefill engine: what is announced for the transfer ends by its own deadline.",
+                )
             self._end_unbegun(handle, Ending.RELEASED)
 
     def forgive(self, seconds: float) -> None:
@@ -388,10 +387,8 @@ class Holds:
             return  # no lease ends before: there may be thousands
         for hold in [hold for hold in self._holds.values() if hold.lease is not None and hold.lease.is_over(now)]:
             assert hold.held_at is not None
-            if now >= hold.held_at + self._max_hold_seconds:
-                self._end(hold, Ending.TOO_OLD)
-            else:
-                self._end(hold, Ending.ABANDONED if hold.is_renewed else Ending.EXPIRED)
+            ending = Ending.ABANDONED if hold.is_renewed else Ending.EXPIRED
+            self._end(hold, Ending.TOO_OLD if now >= hold.held_at + self._max_hold_seconds else ending)
         leases = (hold.lease.end for hold in self._holds.values() if hold.lease is not None)
         self._expires_at = min(leases, default=float("inf"))
 
@@ -422,16 +419,6 @@ class Holds:
         self._open_of[hold.request_id] = hold.handle
         return hold
 
-    def _yield_room(self) -> None:
-        oldest = next((hold for hold in self._holds.values() if hold.yields and not hold.is_renewed), None)
-        if oldest is not None:
-            self._end(oldest, Ending.YIELDED)
-
-    def _renew(self, hold: Hold, now: float) -> None:
-        renewed = self._holds[hold.handle] = msgspec.structs.replace(hold, is_renewed=True)
-        if renewed.is_held:
-            self._extend(renewed, now)
-
     def _extend(self, hold: Hold, now: float) -> Hold:
         seconds = self.renewed_lease_seconds if hold.is_renewed else self.lease_seconds
         return self._lease(hold, Lease.granted(now, seconds).end)
@@ -452,31 +439,17 @@ class Holds:
             self._ended_transfers[hold.handle.request_id] = None
         else:
             del self._own_of[hold.request_id], self._of_generation[hold.handle.generation]
-            family = self._families[sampling_family(hold.request_id)]
-            family.discard(hold.handle)
-            if not family:
-                del self._families[sampling_family(hold.request_id)]
+            name = sampling_family(hold.request_id)
+            self._families[name].discard(hold.handle)
+            if not self._families[name]:
+                del self._families[name]
         self._ended.append(Ended(hold.handle, ending, hold))
 
     def _end_unbegun(self, handle: Handle, ending: Ending) -> None:
         """End a transfer that has not begun: ranks may have announcements for it."""
-        transfer_id = handle.request_id
-        if transfer_id not in self._ended_transfers and not is_of_hold(transfer_id):
-            self._ended_transfers[transfer_id] = None
+        if handle.request_id not in self._ended_transfers and not is_of_hold(handle.request_id):
+            self._ended_transfers[handle.request_id] = None
             self._ended.append(Ended(handle, ending, None))
-
-
-def _new_generation() -> int:
-    """Return a random number that no other hold of this epoch has, and no transfer."""
-    return secrets.randbits(GENERATION_BITS) or 1
-
-
-def _no_step(num_ended: int) -> HandoffError:
-    return HandoffError(
-        Reason.DEADLINE_EXCEEDED,
-        f"the ends of {num_ended} holds and transfers wait for the next step of this engine: its steps hang.",
-        "Check the prefill engine: what is announced for the transfer ends by its own deadline.",
-    )
 
 
 def engine_drains(transfer_id: str) -> HandoffError:
@@ -498,7 +471,6 @@ def weights_changed(request_id: str) -> HandoffError:
 
 
 def lease_lost(request_id: str) -> HandoffError:
-    """Return the error of a request whose remote hold has ended."""
     return HandoffError(
         Reason.LEASE_EXPIRED,
         f"the prefill engine no longer holds the blocks of {request_id}.",

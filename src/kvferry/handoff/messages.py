@@ -153,10 +153,7 @@ class Release(msgspec.Struct, frozen=True, tag="release", tag_field="type"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain", tag_field="type"):
-    """With ``begin`` the engine is no longer ready, and soon takes no more prompts to hold.
-
-    Without ``begin`` the question changes nothing.
-    """
+    """With ``begin`` the engine is no longer ready, and soon takes no more prompts to hold; else nothing changes."""
 
     begin: bool
 
@@ -223,11 +220,11 @@ class AnnouncedBlocks(msgspec.Struct, frozen=True):
 class Introduce(msgspec.Struct, frozen=True, tag="introduce", tag_field="type"):
     """A destination rank tells a source rank where its cache lies and how to reach the cache, once in an epoch.
 
-    ``version`` is that of the handshake with the source's engine.
-    ``sources`` are the shards of all ranks of the source's engine, as its directory names them: both ranks plan from
-    the same shards. A destination that has registered its memory anew introduces itself again, with a larger
-    ``registration``. Announcements name the introduction by its ``token``, which the destination has made for this
-    source alone: an introduction that somebody else makes in its name does not take its place.
+    ``version`` is that of the handshake with the source's engine. ``sources`` are the shards of all ranks of the
+    source's engine, as its directory names them: both ranks plan from the same shards. A destination that has
+    registered its memory anew introduces itself again, with a larger ``registration``. Announcements name the
+    introduction by its ``token``, which the destination has made for this source alone: an introduction that
+    somebody else makes in its name does not take its place.
     """
 
     version: Unsigned
@@ -344,10 +341,7 @@ class HandshakeRefused(Failure, frozen=True, kw_only=True, tag="handshake-refuse
 
 
 class WriteFailed(Failure, frozen=True, kw_only=True, tag="write-failed", tag_field="type"):
-    """A source reports that it gave a write up and writes no more.
-
-    ``may_land`` says whether the write has failed in a connection that may still deliver it.
-    """
+    """A source gave a write up and writes no more; it ``may_land`` where a connection that broke may deliver it."""
 
     key: WriteKey
     source_index: Unsigned
@@ -389,7 +383,6 @@ Message = TypeVar("Message")
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-_FOREIGN = "Check which program sent it: it may be no engine, or run kvferry with another protocol version."
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder: "msgspec.msgpack.Decoder[Question]" = msgspec.msgpack.Decoder(Question)
 _answer_decoder: "msgspec.msgpack.Decoder[Answer]" = msgspec.msgpack.Decoder(Answer)
@@ -430,20 +423,15 @@ def decode_answer(data: bytes) -> Answer:
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[Message]", data: bytes, max_bytes: int) -> Message:
+    foreign = "Check which program sent it: it may be no engine, or run kvferry with another protocol version."
     if len(data) > max_bytes:
-        raise HandoffError(
-            Reason.MALFORMED_MESSAGE,
-            f"a message of {len(data)} bytes exceeds the limit of {max_bytes}.",
-            _FOREIGN,
-        )
+        problem = f"a message of {len(data)} bytes exceeds the limit of {max_bytes}."
+        raise HandoffError(Reason.MALFORMED_MESSAGE, problem, foreign)
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise HandoffError(
-            Reason.MALFORMED_MESSAGE,
-            f"a message of {len(data)} bytes is not one of the protocol's: {error}.",
-            _FOREIGN,
-        ) from error
+        problem = f"a message of {len(data)} bytes is not one of the protocol's: {error}."
+        raise HandoffError(Reason.MALFORMED_MESSAGE, problem, foreign) from error
 
 
 class Bounded(OrderedDict[Key, Value]):

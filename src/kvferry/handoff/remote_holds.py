@@ -1,12 +1,12 @@
 """Remote holds: which local requests use which holds of prefill engines, and when to renew and release the holds.
 
-Pure: events and the time are inputs, messages to send are outputs. A remote hold is renewed while a local request
-uses it and released once no request does, whatever the outcome. Parallel samples (``n`` > 1) of one request name the
-same hold and arrive one after the other: a hold used by a sample lingers for ``sibling_linger_seconds``, so that the
-other samples find it.
+A remote hold is renewed while a local request uses it and released once no request does, whatever the outcome. Parallel
+samples (``n`` > 1) of one request name the same hold and arrive one after the other: a hold used by a sample lingers
+for :data:`SIBLING_LINGER_SECONDS`, so that the other samples find it. Holds are renewed only while the engine completes
+steps: an engine that is paused or hangs would otherwise keep the blocks of prefill engines for ever.
 
-Holds are renewed only while the engine completes steps: an engine that is paused or hangs would otherwise keep the
-blocks of prefill engines for ever.
+:class:`RemoteHolds` decides. It is pure: events and the time are inputs, messages to send are outputs.
+:class:`LeaseKeeper` sends these messages and hands the answers back, under a lock.
 """
 
 import threading
@@ -35,6 +35,10 @@ from kvferry.handoff.wire.client import Client, Exchange, log_undelivered
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 
 MIN_RENEW_SECONDS = 0.1
+SIBLING_LINGER_SECONDS = 0.5
+RENEW_SHARE = 0.2
+VERSIONS_SECONDS = 5.0
+"""How long a prefill engine that speaks no common version is told so."""
 
 
 class RemoteHold(msgspec.Struct, frozen=True, order=True):
@@ -69,10 +73,10 @@ class _Use(msgspec.Struct):
 class RemoteHolds:
     """All remote holds that one decode engine uses.
 
-    A hold is renewed after ``renew_share`` of its lease. An engine that has completed no step for ``stalled_seconds``,
-    while requests used holds, renews none until its next step.
+    A hold is renewed after :data:`RENEW_SHARE` of its lease. An engine that has completed no step for
+    ``stalled_seconds``, while requests used holds, renews none until its next step.
 
-    >>> holds = RemoteHolds(sibling_linger_seconds=0.5, renew_share=0.25, stalled_seconds=60.0)
+    >>> holds = RemoteHolds(stalled_seconds=60.0)
     >>> hold = RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 1))
     >>> holds.arrive("x", hold, lease_seconds=60.0, now=0.0)
     >>> holds.finish("x", now=1.0)
@@ -80,9 +84,7 @@ class RemoteHolds:
     (True, {})
     """
 
-    def __init__(self, sibling_linger_seconds: float, renew_share: float, stalled_seconds: float) -> None:
-        self._sibling_linger_seconds = sibling_linger_seconds
-        self._renew_share = renew_share
+    def __init__(self, stalled_seconds: float) -> None:
         self._stalled_seconds = stalled_seconds
         self._progress_at = 0.0
         self._uses: dict[RemoteHold, _Use] = {}
@@ -119,7 +121,7 @@ class RemoteHolds:
         use = self._uses[hold]
         use.requests.discard(request_id)
         if sampling_family(request_id) != request_id:
-            use.linger_until = now + self._sibling_linger_seconds
+            use.linger_until = now + SIBLING_LINGER_SECONDS
 
     @property
     def num_requests(self) -> int:
@@ -128,15 +130,13 @@ class RemoteHolds:
 
     def lease_of(self, request_id: str) -> Lease | None:
         """Return the lease of the request's hold; None once the hold is lost or the request is done with it."""
-        hold = self._hold_of.get(request_id)
-        if hold is None or self._uses[hold].is_lost:
-            return None
-        return self._uses[hold].lease
+        use = self._use_of(request_id)
+        return None if use is None or use.is_lost else use.lease
 
     def is_renewed(self, request_id: str) -> bool:
         """Return whether the engine that holds the request's tokens has granted a renewal."""
-        hold = self._hold_of.get(request_id)
-        return hold is not None and self._uses[hold].is_renewed
+        use = self._use_of(request_id)
+        return use is not None and use.is_renewed
 
     def running_lease(self, request_id: str, now: float) -> Lease:
         """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-expired)."""
@@ -163,7 +163,7 @@ class RemoteHolds:
         engines = {hold.engine for hold, at in self._renew_at.items() if now >= at and not self._uses[hold].is_lost}
         due = [hold for hold in self._renew_at if hold.engine in engines and self._is_due_soon(hold, now)]
         for hold in due:
-            self._renew_at[hold] = now + self._seconds_to_renewal(self._uses[hold].lease.remaining(now))
+            self._renew_at[hold] = now + _seconds_to_renewal(self._uses[hold].lease.remaining(now))
         return due
 
     def renewed(self, holds: Iterable[RemoteHold], sent_at: float, lease_seconds: float) -> None:
@@ -171,7 +171,7 @@ class RemoteHolds:
         for hold in holds:
             if use := self._uses.get(hold):
                 use.lease, use.is_renewed = Lease.granted(sent_at, lease_seconds), True
-                self._renew_at[hold] = sent_at + self._seconds_to_renewal(lease_seconds)
+                self._renew_at[hold] = sent_at + _seconds_to_renewal(lease_seconds)
 
     def lost(self, holds: Iterable[RemoteHold]) -> list[str]:
         """The prefill engine no longer holds these blocks: return the local requests that use the holds."""
@@ -193,20 +193,19 @@ class RemoteHolds:
             for hold, use in sorted(self._uses.items())
         }
 
+    def _use_of(self, request_id: str) -> _Use | None:
+        hold = self._hold_of.get(request_id)
+        return None if hold is None else self._uses[hold]
+
     def _is_due_soon(self, hold: RemoteHold, now: float) -> bool:
         """Return whether half of the time to the hold's next renewal is over."""
         use = self._uses[hold]
-        half = self._seconds_to_renewal(use.lease.remaining(now)) / 2
+        half = _seconds_to_renewal(use.lease.remaining(now)) / 2
         return not use.is_lost and now + half >= self._renew_at[hold]
 
-    def _seconds_to_renewal(self, lease_seconds: float) -> float:
-        return max(MIN_RENEW_SECONDS, self._renew_share * lease_seconds)
 
-
-SIBLING_LINGER_SECONDS = 0.5
-RENEW_SHARE = 0.2
-VERSIONS_SECONDS = 5.0
-"""How long a prefill engine that speaks no common version is told so."""
+def _seconds_to_renewal(lease_seconds: float) -> float:
+    return max(MIN_RENEW_SECONDS, RENEW_SHARE * lease_seconds)
 
 
 class LeaseKeeper:
@@ -218,31 +217,29 @@ class LeaseKeeper:
 
     def __init__(self, lease_seconds: float, trust: Trust = THIS_MACHINE) -> None:
         self._lease_seconds = lease_seconds
-        self._holds = RemoteHolds(SIBLING_LINGER_SECONDS, RENEW_SHARE, lease_seconds)
+        self._holds = RemoteHolds(lease_seconds)
         self._client = Client(trust)
         self._lock = threading.Lock()
         self._renewing: dict[tuple[str, int, int, Handle], RemoteHold] = {}
         self._lost: list[str] = []
 
     def arrive(self, request_id: str, hold: RemoteHold, lease_seconds: float) -> None:
-        """A request that may use this hold has arrived: renew the hold's lease from now on."""
+        """As :meth:`RemoteHolds.arrive`, like the methods up to :meth:`num_requests`."""
         with self._lock:
             self._holds.arrive(request_id, hold, lease_seconds, time.monotonic())
 
     def step(self) -> None:
-        """The engine begins a step, so its earlier steps have ended."""
         with self._lock:
             self._holds.step(time.monotonic())
 
     def finish(self, request_id: str) -> None:
-        """The request is done with its hold: release the hold once no request uses it."""
+        """Release the hold at once where no other request uses it."""
         now = time.monotonic()
         with self._lock:
             self._holds.finish(request_id, now)
             self._release(now)
 
     def running_lease(self, request_id: str) -> Lease:
-        """Return the lease under which a request may be loaded. Raises :class:`HandoffError` (lease-expired)."""
         with self._lock:
             return self._holds.running_lease(request_id, time.monotonic())
 
@@ -252,9 +249,13 @@ class LeaseKeeper:
             return self._holds.lease_of(request_id) is None
 
     def is_renewed(self, request_id: str) -> bool:
-        """Return whether the engine that holds the request's tokens has granted a renewal."""
         with self._lock:
             return self._holds.is_renewed(request_id)
+
+    @property
+    def num_requests(self) -> int:
+        with self._lock:
+            return self._holds.num_requests
 
     def say_versions(self, host: str, port: int, sender: str, *, is_trusted: bool) -> None:
         """Open a handshake with a prefill engine whose versions this engine does not speak.
@@ -269,12 +270,6 @@ class LeaseKeeper:
         """Tell a prefill engine why this engine does not load from it, for that engine's log."""
         told = HandshakeRefused.of(error, version=PROTOCOL_VERSION, epoch=hold.epoch, sender=sender)
         self._client.tell(hold.host, hold.port, told, VERSIONS_SECONDS, is_trusted=hold.is_trusted)
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that use a remote hold."""
-        with self._lock:
-            return self._holds.num_requests
 
     def keep(self) -> None:
         """Send the renewals and releases that are due, and record the answers."""

@@ -90,8 +90,8 @@ class WriteState(Enum):
 
 
 class SourceWrite:
-    """One write; ``error`` is None while the write is open and once it is complete. ``may_land`` says whether bytes of
-    a batch that failed may land even once the write is over.
+    """One write; ``error`` is None while the write is open and once it is complete. Bytes of a batch that failed
+    ``may_land`` even once the write is over.
 
     >>> span = Span("full")
     >>> write = SourceWrite("r", {span: Need(0, 40, 16)}, deadline=30.0)
@@ -116,7 +116,6 @@ class SourceWrite:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a batch is in flight."""
         return bool(self._in_flight)
 
     def take(self, final: Mapping[Span, int]) -> Batch:
@@ -158,12 +157,10 @@ class SourceWrite:
 
     def fail(self, error: KVFerryError) -> None:
         """Give up; the first error stays. The write is over once no batch is in flight."""
-        if self.state is WriteState.OVER:
-            return
-        if self.error is None:
-            self.error = error.without_traceback()
-        self.state = WriteState.STOPPING
-        self._settle()
+        if self.state is not WriteState.OVER:
+            self.error = self.error or error.without_traceback()
+            self.state = WriteState.STOPPING
+            self._settle()
 
     def tick(self, now: float) -> None:
         """Give up once the deadline has passed."""
@@ -228,9 +225,7 @@ class WriteRequest(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a write ended; ``error``, without a traceback, is None for one that landed whole. ``may_land`` is that of
-    :class:`SourceWrite`.
-    """
+    """How a write ended: ``error``, without a traceback, and ``may_land`` are those of :class:`SourceWrite`."""
 
     error: KVFerryError | None
     may_land: bool = False
@@ -373,14 +368,18 @@ class SourceWrites:
             write.fail(_revoked())
             self._record_outcome(key)
         elif self.outcome(key) is None:
-            return self._remember_revoked(key, now)
+            if len(self._revoked) >= MAX_REVOKED:
+                if now - next(iter(self._revoked.values())) < REVOKED_SECONDS:
+                    return False
+                self._revoked.popitem(last=False)
+            self._revoked[key] = now
         over = self.outcome(key)
         return over is not None and not over.may_land
 
     # The job that writes.
 
     def take(self, key: WriteKey) -> Batch:
-        """Return the next batch of this write, as :meth:`SourceWrite.take`."""
+        """As :meth:`SourceWrite.take`, of the spans whose layers have run in this step too."""
         write, prompt = self._open.get(key), self.prompt_of(key)
         if write is None or prompt is None:
             return ()
@@ -391,7 +390,6 @@ class SourceWrites:
         return write.take(final)
 
     def is_computed(self, transfer_id: str) -> bool:
-        """Return whether the prompt has been computed to its end."""
         prompt = self._prompts.get(transfer_id)
         return prompt is not None and prompt.num_final >= END
 
@@ -406,20 +404,19 @@ class SourceWrites:
         return write is not None and not write.is_writing and self.prompt_of(key) is None
 
     def landed(self, key: WriteKey, changed: Mapping[str, int] = NOTHING_CHANGED) -> bool:
-        """The batch in flight has landed, as :meth:`SourceWrite.landed`; return whether it counts."""
+        """As :meth:`SourceWrite.landed`."""
         write = self._open.get(key)
         counts = write is not None and write.landed(changed)
         self._record_outcome(key)
         return counts
 
     def stopped(self, key: WriteKey, error: KVFerryError | None, *, may_land: bool = False) -> None:
-        """The batch in flight has ended without landing whole, as :meth:`SourceWrite.stopped`."""
+        """As :meth:`SourceWrite.stopped`."""
         if write := self._open.get(key):
             write.stopped(error, may_land=may_land)
             self._record_outcome(key)
 
     def fail(self, key: WriteKey, error: KVFerryError) -> None:
-        """Give a write up."""
         if write := self._open.get(key):
             write.fail(error)
             self._record_outcome(key)
@@ -453,15 +450,6 @@ class SourceWrites:
             },
             "ended": sorted(self._ended),
         }
-
-    def _remember_revoked(self, key: WriteKey, now: float) -> bool:
-        """Remember a write that was never announced as revoked, where there is room; return whether there is."""
-        if len(self._revoked) >= MAX_REVOKED:
-            if now - next(iter(self._revoked.values())) < REVOKED_SECONDS:
-                return False
-            self._revoked.popitem(last=False)
-        self._revoked[key] = now
-        return True
 
     def _lacks_prompt(self, request: WriteRequest, now: float) -> bool:
         """Return whether the prompt should be known by now and is not."""
@@ -565,11 +553,13 @@ class Part:
     @property
     def needs(self) -> dict[Span, Need]:
         """The tokens that each span needs; a group without spans is one span of all its layers."""
-        return {
-            Span(blocks.group, number): self._need(blocks)
-            for blocks in self.announced
-            for number in self._spans.get(blocks.group) or (0,)
-        }
+        found: dict[Span, Need] = {}
+        for blocks in self.announced:
+            source = self._plan.groups[blocks.group].source_group
+            goes_at_end = self._is_whole or source.kind is CacheKind.STATE
+            need = Need(blocks.first_token, blocks.end_token, NEVER if goes_at_end else source.tokens_per_position)
+            found |= {Span(blocks.group, number): need for number in self._spans.get(blocks.group) or (0,)}
+        return found
 
     def lower(self, batch: Batch, held: Mapping[str, BlockList]) -> Descriptors:
         """Return the descriptors that write a batch out of the blocks that the source holds.
@@ -596,11 +586,6 @@ class Part:
             )
             for (group, first_token, end_token), numbers in _spans_by_tokens(batch).items()
         ]
-
-    def _need(self, blocks: AnnouncedBlocks) -> Need:
-        source = self._plan.groups[blocks.group].source_group
-        goes_at_end = self._is_whole or source.kind is CacheKind.STATE
-        return Need(blocks.first_token, blocks.end_token, NEVER if goes_at_end else source.tokens_per_position)
 
     def _plans(self, group: str, numbers: Sequence[int]) -> list[GroupPlan]:
         """Return the plans of these spans; for all spans the plan of the whole group, whose runs are longer."""
@@ -661,7 +646,6 @@ def _check_ids(blocks: AnnouncedBlocks, group: CacheGroup) -> None:
 
 
 def _spans_by_tokens(batch: Batch) -> dict[tuple[str, int, int], list[int]]:
-    """Return the numbers of a batch's spans by group and tokens."""
     found: dict[tuple[str, int, int], list[int]] = {}
     for cut in batch:
         found.setdefault((cut.span.group, cut.first_token, cut.end_token), []).append(cut.span.number)

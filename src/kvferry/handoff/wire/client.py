@@ -91,16 +91,19 @@ class _Link(msgspec.Struct, eq=False):
     def server(self) -> tuple[str, int, bool]:
         return self.host, self.port, self.is_trusted
 
+    @property
+    def num_unsent(self) -> int:
+        return 0 if self.connection is None else self.connection.num_unsent
+
     def is_silent(self, exchange: Exchange, now: float) -> bool:
         """Whether the connection has brought nothing for too long since a question was sent on it.
 
         While the kernel has not taken all that was put, :meth:`Connection.count_second` bounds the time instead.
         """
-        connection = self.connection
-        if connection is None or not connection.is_open or connection.num_unsent:
+        if self.connection is None or not self.connection.is_open or self.num_unsent:
             return False
         patience = min(MAX_SILENT_SECONDS, SILENT_SECONDS * (1 << min(self.num_failures, 10)))
-        return now - max(exchange.sent_at, connection.heard_at) >= patience
+        return now - max(exchange.sent_at, self.connection.heard_at) >= patience
 
 
 class Client:
@@ -139,17 +142,14 @@ class Client:
         self, host: str, port: int, question: Question, timeout_seconds: float, *, is_trusted: bool = False
     ) -> None:
         """Queue a question; :meth:`collect` returns its exchange, answered or not."""
-        deadline = time.monotonic() + timeout_seconds
-        self._outgoing.put(Exchange(host, port, question, deadline, is_trusted=is_trusted))
-        self._wake()
+        self._queue(Exchange(host, port, question, time.monotonic() + timeout_seconds, is_trusted=is_trusted))
 
     def tell(
         self, host: str, port: int, message: Question, timeout_seconds: float, *, is_trusted: bool = False
     ) -> None:
         """Queue a message whose answer only acknowledges it; a refusal, or no answer in time, is logged."""
         deadline = time.monotonic() + timeout_seconds
-        self._outgoing.put(Exchange(host, port, message, deadline, is_message=True, is_trusted=is_trusted))
-        self._wake()
+        self._queue(Exchange(host, port, message, deadline, is_message=True, is_trusted=is_trusted))
 
     @property
     def knows_peers(self) -> bool:
@@ -170,6 +170,10 @@ class Client:
             self._wake()
         self._thread.join(timeout=5)
 
+    def _queue(self, exchange: Exchange) -> None:
+        self._outgoing.put(exchange)
+        self._wake()
+
     def _wake(self) -> None:
         with self._event_lock:
             if not self._is_closed:
@@ -180,7 +184,7 @@ class Client:
             self._try_turn(SECOND)
         end = time.monotonic() + CLOSING_SECONDS
         self._try_turn(0)
-        while self._has_unsent() and time.monotonic() < end:
+        while any(link.num_unsent for link in self._links.values()) and time.monotonic() < end:
             self._try_turn(PAUSE_SECONDS)
         for link in list(self._links.values()):
             self._remove(link)
@@ -188,9 +192,6 @@ class Client:
             self._is_closed = True
             self._selector.close()
             os.close(self._event)
-
-    def _has_unsent(self) -> bool:
-        return any(link.connection is not None and link.connection.num_unsent for link in self._links.values())
 
     def _try_turn(self, most_seconds: float) -> None:
         try:
@@ -253,21 +254,20 @@ class Client:
     def _link(self, exchange: Exchange) -> _Link | None:
         """Return the server's link, None while a message has no room: nobody sends a message again, so it waits."""
         server = exchange.host, exchange.port, exchange.is_trusted
-        link = self._links.get(server)
-        if link is None:
-            is_full = len(self._links) >= self._max_links
-            idle = [each for each in self._links.values() if not each.awaiting] if is_full else []
-            if is_full and not idle and exchange.is_message:
+        if (link := self._links.get(server)) is not None:
+            return link
+        if len(self._links) >= self._max_links:
+            idle = [each for each in self._links.values() if not each.awaiting]
+            if not idle and exchange.is_message:
                 return None
-            if is_full and not idle:
+            if not idle:
                 raise HandoffError(
                     Reason.PEER_UNREACHABLE,
                     f"questions to {len(self._links)} engines wait for their answers.",
                     "Check the hosts and ports in kv_transfer_params, or let the engine open more files (ulimit -n).",
                 )
-            if idle:
-                self._remove(min(idle, key=lambda each: each.used_at))
-            link = self._links[server] = _Link(*server, used_at=time.monotonic())
+            self._remove(min(idle, key=lambda each: each.used_at))
+        link = self._links[server] = _Link(*server, used_at=time.monotonic())
         return link
 
     def _put(self, link: _Link, number: int) -> None:
@@ -275,7 +275,7 @@ class Client:
         assert link.connection is not None
         exchange, link.used_at = link.awaiting[number], time.monotonic()
         # What the server has not taken is not sent a second time.
-        if link.connection.num_unsent and (exchange.sent_at or link.connection.num_unsent > MAX_UNSENT_BYTES):
+        if link.num_unsent and (exchange.sent_at or link.num_unsent > MAX_UNSENT_BYTES):
             return
         try:
             link.connection.put(Frame(number, protocol.encode(exchange.question)))
@@ -302,11 +302,9 @@ class Client:
         self._end(exchange)
 
     def _return_unsent(self, exchange: Exchange, error: Exception) -> None:
-        reason = error.reason if isinstance(error, KVFerryError) else Reason.PEER_UNREACHABLE
-        remedy = error.remedy if isinstance(error, KVFerryError) else ""
-        why = error.message if isinstance(error, KVFerryError) else str(error)
-        problem = f"no question can be sent to {exchange.host}:{exchange.port}: {why}"
-        exchange.answer = Refusal.of(HandoffError(reason, problem, remedy))
+        known = error if isinstance(error, KVFerryError) else HandoffError(Reason.PEER_UNREACHABLE, str(error), "")
+        problem = f"no question can be sent to {exchange.host}:{exchange.port}: {known.message}"
+        exchange.answer = Refusal.of(HandoffError(known.reason, problem, known.remedy))
         self._end(exchange)
 
     def _end(self, exchange: Exchange) -> None:
@@ -325,16 +323,15 @@ class Client:
             return
         try:
             address = self.trust.known_address(link.host, link.is_trusted)
-            if address is None:
-                lookup = self._lookups.get(link.server, partial(self.trust.addresses, *link.server))
-                if lookup is None:
-                    link.is_waiting = True
-                    self._looked_up.append(link)
-                    return
+            if address is not None:
+                link.untried = [address]
+            elif (lookup := self._lookups.get(link.server, partial(self.trust.addresses, *link.server))) is not None:
                 link.untried = list(lookup.result())
                 self._lookups.forget(link.server)
             else:
-                link.untried = [address]
+                link.is_waiting = True
+                self._looked_up.append(link)
+                return
             self._connect(link)
         except Exception as error:
             self._fail(link, error)
@@ -385,7 +382,12 @@ class Client:
     def _make_room(self) -> None:
         while self._num_received_bytes > MAX_RECEIVED_BYTES:
             most = max(self._received_bytes, key=lambda each: self._received_bytes[each])
-            self._fail(most, _too_long(most))
+            problem = (
+                f"{most.host}:{most.port} has sent most of the {MAX_RECEIVED_BYTES} bytes that unfinished answers may "
+                "have."
+            )
+            remedy = "Check which program listens there: engines answer in few bytes."
+            self._fail(most, HandoffError(Reason.MALFORMED_MESSAGE, problem, remedy))
 
     def _fail(self, link: _Link, error: Exception) -> None:
         """Close a connection that failed. Its questions are sent again, unless the failure would only repeat."""
@@ -460,14 +462,6 @@ class Client:
                     self._fail(link, error)
 
 
-def _too_long(link: _Link) -> HandoffError:
-    return HandoffError(
-        Reason.MALFORMED_MESSAGE,
-        f"{link.host}:{link.port} has sent most of the {MAX_RECEIVED_BYTES} bytes that unfinished answers may have.",
-        "Check which program listens there: engines answer in few bytes.",
-    )
-
-
 def ask(
     host: str,
     port: int,
@@ -517,15 +511,13 @@ def ask(
 
 
 def _ask_address(address: str, port: int, data: bytes, trust: Trust, connect_by: float, deadline: float) -> bytes:
-    """Return the answer of one address. Raises :class:`HandoffError` or :class:`OSError`."""
     connection = connect(address, port, protocol.MAX_MESSAGE_BYTES, trust.keys)
     with closing(connection), selectors.DefaultSelector() as selector:
         connection.put(Frame(CONNECTION + 1, data))
         selector.register(connection.socket, connection.events)
         while True:
             if connection.advance():
-                frame = connection.take()
-                if frame is not None:
+                if (frame := connection.take()) is not None:
                     return frame.message
                 connection.send()
             left = (deadline if connection.is_open else connect_by) - time.monotonic()

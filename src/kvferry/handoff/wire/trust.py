@@ -1,12 +1,12 @@
-"""Whom an engine talks to: with which keys, and at which addresses.
+"""Whom an engine talks to: at which addresses, and with which keys.
 
-An engine connects to this machine, to the hosts of the setting ``allowed_hosts``, and to hosts that come from a
-trusted engine. What a request or a router names is checked as an address, after the name has been looked up, and the
-connection goes to that address.
+First come hosts: how names and addresses are checked and looked up. :class:`Keys` are the key of an engine and the
+certificates that it trusts. :class:`Trust` joins both: an engine connects to this machine, to the hosts of the setting
+``allowed_hosts``, and to hosts that come from a trusted engine. What a request or a router names is checked as an
+address, after the name has been looked up, and the connection goes to that address.
 """
 
 import errno
-import ipaddress
 import os
 import re
 import socket
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import sha256
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,14 +26,25 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
     from cryptography.x509 import Certificate
 
+
 MAX_ADDRESSES = 8
 """Addresses of one name that are tried."""
 MAX_HOST_LENGTH = 255
 LAST_PORT = 65535
 EVERY_INTERFACE = "*"
 """Where an engine listens, in the place of a host."""
+KEY, CERTIFICATE, TRUSTED = "key.pem", "certificate.pem", "trusted"
+MAX_FILE_BYTES = 1 << 20
+SIGNER_BYTES = 8
+"""Bytes of the signer's fingerprint before a signature: they only say with which key to check it."""
+SIGNATURE_PATTERN = r"^([0-9a-f]{144})?\Z"
+"""Of a signature in hexadecimal, or of none."""
+REMEMBERED_SECONDS = 10.0
+"""How long the addresses of a name of ``allowed_hosts`` are not looked up again."""
 _HOST = re.compile(r"\[[0-9A-Za-z._:%-]+\]|[0-9A-Za-z._:%-]+")
 _NUMBERS = re.compile(r"[0-9.]+")
+_PURPOSE = b"kvferry: signed outside of TLS\0"
+"""Before all signed data, so that a signature of one use is none of another."""
 
 
 def check_host(host: str) -> None:
@@ -116,7 +127,7 @@ def is_wildcard(host: str) -> bool:
     """
     with suppress(OSError):
         return socket.inet_aton(host) == bytes(4)
-    return host == EVERY_INTERFACE or (is_numeric(host) and ipaddress.ip_address(bare(host)).is_unspecified)
+    return host == EVERY_INTERFACE or (is_numeric(host) and ip_address(bare(host)).is_unspecified)
 
 
 def is_loopback(host: str) -> bool:
@@ -125,7 +136,7 @@ def is_loopback(host: str) -> bool:
     >>> [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "[::1]", "localhost", "0.0.0.0", "prefill-0", "*")]
     [True, True, True, True, False, False, False]
     """
-    return host == "localhost" or (is_numeric(host) and ipaddress.ip_address(bare(host)).is_loopback)
+    return host == "localhost" or (is_numeric(host) and ip_address(bare(host)).is_loopback)
 
 
 def is_numeric(host: str) -> bool:
@@ -135,7 +146,7 @@ def is_numeric(host: str) -> bool:
     (True, True, False)
     """
     try:
-        ipaddress.ip_address(bare(host))
+        ip_address(bare(host))
     except ValueError:
         return False
     return True
@@ -147,7 +158,6 @@ def bare(host: str) -> str:
 
 
 def is_ipv6(host: str) -> bool:
-    """Return whether the host is an IPv6 address, in brackets or not."""
     return ":" in host
 
 
@@ -158,6 +168,18 @@ def in_url(host: str) -> str:
     ('[::1]', 'prefill-0')
     """
     return f"[{bare(host)}]" if is_ipv6(host) else host
+
+
+def as_network(host: str) -> IPv4Network | IPv6Network | None:
+    """Return an address or a network of ``allowed_hosts`` as a network, None for a name.
+
+    >>> as_network("10.0.0.0/8"), as_network("[::1]"), as_network("prefill-0")
+    (IPv4Network('10.0.0.0/8'), IPv6Network('::1/128'), None)
+    """
+    try:
+        return ip_network(bare(host), strict=False)
+    except ValueError:
+        return None
 
 
 def nothing_listens(addresses: Sequence[str], port: int, timeout_seconds: float) -> bool:
@@ -189,18 +211,6 @@ def look_up(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(place[4][0]) for place in found))[:MAX_ADDRESSES]
 
 
-KEY, CERTIFICATE, TRUSTED = "key.pem", "certificate.pem", "trusted"
-MAX_FILE_BYTES = 1 << 20
-SIGNER_BYTES = 8
-"""Bytes of the signer's fingerprint before a signature: they only say with which key to check it."""
-SIGNATURE_PATTERN = r"^([0-9a-f]{144})?\Z"
-"""Of a signature in hexadecimal, or of none."""
-_PURPOSE = b"kvferry: signed outside of TLS\0"
-"""Before all signed data, so that a signature of one use is none of another."""
-_REMEDY = 'Make a folder with "kvferry keys new FOLDER", and name it in the setting "keys" or with --keys.'
-_TRUSTED_REMEDY = "Copy the other engine's certificate.pem there again, or remove the file."
-
-
 class Keys:
     """The key, the certificate and the allow-list of one folder, read once.
 
@@ -223,10 +233,10 @@ class Keys:
         for path in [own, *allowed]:
             for der, key in _read_certificates(path):
                 certificates.setdefault(fingerprint_of(der), (der, key, path))
-        others = (path for path in (self.folder / TRUSTED).glob("[!.]*") if path.suffix != ".pem")
+        others = (path for path in trusted.glob("[!.]*") if path.suffix != ".pem")
         self.unread = tuple(sorted(str(path) for path in others if path.is_file()))
         self.fingerprint = next(iter(certificates))
-        if _raw(certificates[self.fingerprint][1]) != _raw(self._private.public_key()):
+        if certificates[self.fingerprint][1].public_bytes_raw() != self._private.public_key().public_bytes_raw():
             raise _unfit(own, f"is not the certificate of {KEY}")
         self.trusted = {fingerprint: path for fingerprint, (_, _, path) in certificates.items()}
         self._signers = {_signer(fingerprint): (fingerprint, key) for fingerprint, (_, key, _) in certificates.items()}
@@ -306,7 +316,6 @@ def make_keys(folder: Path) -> Keys:
 
     key = Ed25519PrivateKey.generate()
     encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    certificate = _self_signed(key).public_bytes(encoding)
     try:
         for path in (folder / KEY, folder / CERTIFICATE):
             if path.exists():
@@ -314,7 +323,7 @@ def make_keys(folder: Path) -> Keys:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / TRUSTED).mkdir(mode=0o755, exist_ok=True)
         _write_new(folder / KEY, key.private_bytes(encoding, form, serialization.NoEncryption()), 0o600)
-        _write_new(folder / CERTIFICATE, certificate, 0o644)
+        _write_new(folder / CERTIFICATE, _self_signed(key).public_bytes(encoding), 0o644)
     except FileExistsError as error:
         raise SettingsError(
             Reason.INVALID_SETTING, f"{error.filename} exists.", "Name another folder: no key is overwritten."
@@ -325,11 +334,7 @@ def make_keys(folder: Path) -> Keys:
 
 
 def fingerprint_of(certificate: bytes) -> str:
-    """Return the SHA-256 of a certificate (DER) in hexadecimal, as ``openssl x509 -fingerprint -sha256`` computes it.
-
-    >>> fingerprint_of(b"")[:8]
-    'e3b0c442'
-    """
+    """Return the SHA-256 of a certificate (DER) in hexadecimal, as ``openssl x509 -fingerprint -sha256`` does."""
     return sha256(certificate).hexdigest()
 
 
@@ -339,8 +344,10 @@ def _self_signed(key: "Ed25519PrivateKey") -> "Certificate":
     from cryptography import x509
 
     # Names are unique: OpenSSL looks a certificate up by its name.
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"kvferry {_raw(key.public_key()).hex()[:32]}")])
-    builder = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    public = key.public_key()
+    common_name = f"kvferry {public.public_bytes_raw().hex()[:32]}"
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
+    builder = x509.CertificateBuilder(name, name, public, x509.random_serial_number())
     # The allow-list says how long a certificate is trusted. RFC 5280 has this date for one that does not end.
     builder = builder.not_valid_before(datetime(2000, 1, 1)).not_valid_after(datetime(9999, 12, 31, 23, 59, 59))
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -417,7 +424,6 @@ def _refuse_writable_one(path: Path, refused_bits: int) -> None:
 
 
 def _read_certificates(path: Path) -> list[tuple[bytes, "Ed25519PublicKey"]]:
-    """Return the certificates of a file, in DER, with their keys."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import Encoding
@@ -440,17 +446,11 @@ def _signer(fingerprint: str) -> bytes:
     return bytes.fromhex(fingerprint)[:SIGNER_BYTES]
 
 
-def _raw(key: "Ed25519PublicKey") -> bytes:
-    return key.public_bytes_raw()
-
-
 def _unfit(path: Path, what: str) -> SettingsError:
-    remedy = _TRUSTED_REMEDY if path.parent.name == TRUSTED else _REMEDY
+    remedy = 'Make a folder with "kvferry keys new FOLDER", and name it in the setting "keys" or with --keys.'
+    if path.parent.name == TRUSTED:
+        remedy = "Copy the other engine's certificate.pem there again, or remove the file."
     return SettingsError(Reason.INVALID_SETTING, f"keys: {path} {what}.", remedy)
-
-
-REMEMBERED_SECONDS = 10.0
-"""How long the addresses of a name of ``allowed_hosts`` are not looked up again."""
 
 
 class Trust:
@@ -517,36 +517,20 @@ class Trust:
         return self._is_in_network(address) or any(address in self._addresses_of(name) for name in self._names)
 
     def _is_in_network(self, address: str) -> bool:
-        found = _plain(ip_address(address))
+        found = ip_address(address)
+        if isinstance(found, IPv6Address):
+            found = found.ipv4_mapped or found
         return found.is_loopback or any(found.version == each.version and found in each for each in self._networks)
 
     def _addresses_of(self, name: str) -> frozenset[str]:
         now = time.monotonic()
         until, addresses = self._remembered.get(name, (0.0, frozenset()))
         if now >= until:
-            try:
+            addresses = frozenset()
+            with suppress(KVFerryError):  # a name of another engine may be unknown today
                 addresses = frozenset(look_up(name, 0))
-            except KVFerryError:  # a name of another engine may be unknown today
-                addresses = frozenset()
             self._remembered[name] = now + REMEMBERED_SECONDS, addresses
         return addresses
-
-
-def as_network(host: str) -> IPv4Network | IPv6Network | None:
-    """Return an address or a network of ``allowed_hosts`` as a network, None for a name.
-
-    >>> as_network("10.0.0.0/8"), as_network("[::1]"), as_network("prefill-0")
-    (IPv4Network('10.0.0.0/8'), IPv6Network('::1/128'), None)
-    """
-    try:
-        return ip_network(bare(host), strict=False)
-    except ValueError:
-        return None
-
-
-def _plain(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
-    """Return the IPv4 address that an IPv6 address stands for, where it stands for one."""
-    return (isinstance(address, IPv6Address) and address.ipv4_mapped) or address
 
 
 THIS_MACHINE = Trust()
