@@ -102,7 +102,7 @@ def planned(path: Path, tp: int, dtype: str | None) -> dict[str, Any]:
             found |= {"block_size": engine.block_size, "kv_heads": sum(map(len, parts[0].heads))}
             found |= {"head_size": per_head, "itemsize": parts[0].itemsize}
         groups.append(found)
-    return {"groups": groups, "block_bytes": engine.block_bytes, "layout": engine.layout.value}
+    return {"groups": groups, "block_bytes": engine.as_json()["block_bytes"], "layout": engine.layout.value}
 
 
 def as_planned(answer: dict[str, Any]) -> dict[str, Any]:
