@@ -255,6 +255,7 @@ def parts_of(value: Any) -> list[str]:
 
 
 HOST_ONLY = {
+    "execution.device_merge": "no engine uses it yet: tests/local/test_device_merge.py",
     "integrations.vllm.connector": "passes the views on",
     "integrations.vllm.offload_connector": "passes the views on",
     "integrations.vllm.scheduler.offload_tiers": "a slab is host memory",

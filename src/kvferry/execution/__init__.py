@@ -1,1 +1,1 @@
-"""Runs planned moves beside the engine: one thread, submit and poll, guarded by words."""
+"""Runs planned moves beside the engine: one transfer thread, whose jobs submit transfers and poll them."""
