@@ -195,6 +195,10 @@ def test_a_failed_handshake_is_tried_again_by_a_later_request(
         prefill.close()
 
 
+def await_end(handshake: background.BackgroundCall[Directory]) -> None:
+    wait_until(lambda: not handshake.is_running)
+
+
 def test_a_failure_without_a_waiting_request_does_not_affect_a_later_request(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +209,7 @@ def test_a_failure_without_a_waiting_request_does_not_affect_a_later_request(
     assert decode.engines.get(prefill.hold()) is None
     prefill.may_answer.set()
     handshake = decode.engines._handshakes._known[(*prefill.hold().engine, FIRST_WEIGHTS)]
-    handshake._thread.join(20)
+    await_end(handshake)
     prefill.answer = lambda question: prefill.directory()
     time.sleep(0.15)
     assert decode.engine(prefill.hold())
@@ -217,7 +221,8 @@ def test_forgotten_failures_do_not_gather(decode: DecodeRank, monkeypatch: pytes
         hold = RemoteHold("p", EPOCH, "no such host", 5600 + number, Handle("a", GENERATION))
         with suppress(KVFerryError):
             decode.engines.get(hold)
-        decode.engines._handshakes._known[(*hold.engine, FIRST_WEIGHTS)]._thread.join(20)
+        handshake = decode.engines._handshakes._known[(*hold.engine, FIRST_WEIGHTS)]
+        await_end(handshake)
         time.sleep(0.001)
     assert len(decode.engines._handshakes) == 1
 
@@ -232,7 +237,8 @@ def test_an_abandoned_handshake_is_dropped(
     try:
         assert decode.engines.get(prefill.hold()) is None
         prefill.may_answer.set()
-        decode.engines._handshakes._known[(*prefill.hold().engine, FIRST_WEIGHTS)]._thread.join(20)
+        handshake = decode.engines._handshakes._known[(*prefill.hold().engine, FIRST_WEIGHTS)]
+        await_end(handshake)
         monkeypatch.setattr(background, "UNCLAIMED_SECONDS", 0.0)
         time.sleep(0.001)
         assert decode.engines.get(other.hold()) is None
@@ -323,7 +329,7 @@ def handshake_ended(decode: DecodeRank, prefill: PrefillEngine) -> background.Ba
     assert decode.engines.get(prefill.hold()) is None
     prefill.may_answer.set()
     handshake = decode.engines._handshakes._known[(*prefill.hold().engine, FIRST_WEIGHTS)]
-    handshake._thread.join(20)
+    assert decode.engines._has_ended.wait(20)
     return handshake
 
 
