@@ -156,8 +156,8 @@ class BlockEvents:
             described, tier = to_announce.popleft()
             parent = described.event.parent_block_hash
             # Most parents in sliding windows are in no tier, so none is waited for.
-            waits = parent is not None and self._groups[described.group].shape.kind is not CacheKind.SLIDING_WINDOW
-            if waits and (described.group, parent) not in self._announced:
+            waits = self._groups[described.group].shape.kind is not CacheKind.SLIDING_WINDOW
+            if parent is not None and waits and (described.group, parent) not in self._announced:
                 self._orphans[described.group, parent].append((described, tier))
                 continue
             described.announced.add(tier)
