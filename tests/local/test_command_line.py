@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -120,13 +121,30 @@ def test_a_plan_shows_its_progress_on_a_terminal_only() -> None:
     assert json.loads(elsewhere.stdout)["verified"]
 
 
+def test_doctor_says_what_it_tries_before_it_tries_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Elsewhere than on a terminal too: the checks take half a minute. Programs that ask for JSON read no progress."""
+    seen: list[str] = []
+
+    def check() -> Iterator[Finding]:
+        seen.append(capsys.readouterr().err)
+        yield Finding("torch", Health.OK, "2.0")
+
+    monkeypatch.setattr(doctor, "CHECKS", dict.fromkeys(("torch: import it", "ports: listen"), check))
+    assert exit_code(monkeypatch, "doctor") == 0
+    assert [text.splitlines()[-1] for text in seen] == ["torch: import it", "ports: listen"]
+    assert exit_code(monkeypatch, "doctor", "--json") == 0
+    assert seen[2:] == ["", ""]
+
+
 def test_an_interrupted_command_leaves_no_process(tmp_path: Path) -> None:
     """Like Ctrl-C, but to the command alone; a terminal also signals the children."""
     note = tmp_path / "pid"
     endless = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(f'{{os.getpid()}} '); time.sleep(200)"
     program = (
         "from kvferry.cli import doctor, main\n"
-        f"doctor.CHECKS = (lambda: iter([doctor.error_of(*doctor.PYTHON, {endless!r})]),)\n"
+        f"doctor.CHECKS = {{'wait': lambda: iter([doctor.error_of(*doctor.PYTHON, {endless!r})])}}\n"
         "main.main()"
     )
     command = subprocess.Popen(
@@ -383,7 +401,7 @@ def test_doctor_fails_when_something_essential_does(
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     monkeypatch.setattr(doctor, "error_of", lambda *command: None)
-    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_vllm,))
+    monkeypatch.setattr(doctor, "CHECKS", {"vLLM": doctor.check_vllm})
     with pytest.raises(typer.Exit) as ended:
         doctor.doctor(json_output=True)
     findings = json.loads(capsys.readouterr().out)["findings"]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -29,15 +30,22 @@ Announce = Callable[[str], None]
 """Called with a text about the current step of a command."""
 
 
-@contextmanager
-def progress(first: str) -> Iterator[Announce]:
-    """Yield a function that shows the current step on standard error, in one line that vanishes; only on a terminal.
+def _nowhere(_text: str) -> None:
+    """Announce nothing."""
 
-    The line is drawn ``DRAWN_PER_SECOND`` times a second, so that drawing does not disturb a benchmark.
+
+@contextmanager
+def progress(first: str, *, prints_elsewhere: bool = False) -> Iterator[Announce]:
+    """Yield a function that shows the current step on standard error: on a terminal in one line that vanishes.
+
+    Elsewhere each step is a line with ``prints_elsewhere``, else nothing. The line on a terminal is drawn
+    ``DRAWN_PER_SECOND`` times a second, so that drawing does not disturb a benchmark.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda text: None
+        announce = partial(typer.echo, err=True) if prints_elsewhere else _nowhere
+        announce(first)
+        yield announce
         return
     with console.status(first, refresh_per_second=DRAWN_PER_SECOND) as status:
         yield status.update

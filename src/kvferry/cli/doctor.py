@@ -28,7 +28,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.cli.console import open_console, progress, refused
+from kvferry.cli.console import Announce, open_console, progress, refused
 from kvferry.errors import KVFerryError, Reason, TransportError, install_command, vllm_remedy
 from kvferry.execution.device import CudaDevice, find_device
 from kvferry.handoff.wire.trust import is_loopback
@@ -111,9 +111,9 @@ def doctor(
         with refused(json_output):
             raise typer.Exit(report_device(device, transport or "auto", json_output))
     findings: list[Finding] = []
-    with progress("checking") as announce:
-        for check in CHECKS:
-            announce(check.__name__.replace("_", " "))
+    with progress("kvferry doctor tries this machine:", prints_elsewhere=not json_output) as announce:
+        for step, check in CHECKS.items():
+            announce(step)
             findings += check()
     if json_output:
         found = [asdict(finding) for finding in findings]
@@ -325,18 +325,19 @@ def _version(package: str) -> str:
         return ""
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    check_python,
-    check_torch,
-    check_vllm,
-    check_serve,
-    check_router,
-    check_transports,
-    check_addresses,
-    check_pool,
-    check_limits,
-    check_ports,
-)
+CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "Python and the system": check_python,
+    "torch: import torchvision": check_torch,
+    "vLLM: import the connector in a process of its own": check_vllm,
+    "vllm serve: print its help": check_serve,
+    "vllm-router: find it": check_router,
+    "transports: move bytes to a second process": check_transports,
+    "addresses: look up this host's name": check_addresses,
+    "pool: import Mooncake Store": check_pool,
+    "limits of memory and cores": check_limits,
+    "ports: listen on loopback": check_ports,
+}
+"""Each check by what is shown while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,8 +358,8 @@ def report_device(device: str, transport: str, json_output: bool) -> int:
     """Run the trials, print, and return the exit code. Raises :class:`KVFerryError` where the device cannot be used."""
     # Before torch, whose import takes seconds.
     found = find_device(device)
-    with progress(f"moving labelled blocks on {device}"):
-        rows = list(_try_layouts(device, transport))
+    with progress(f"moving labelled blocks on {device}", prints_elsewhere=not json_output) as announce:
+        rows = list(_try_layouts(device, transport, announce))
     works = all(row.works for row in rows)
     if json_output:
         described = {"device": device, **asdict(found), "works": works, "trials": [asdict(row) for row in rows]}
@@ -368,7 +369,7 @@ def report_device(device: str, transport: str, json_output: bool) -> int:
     return 0 if works else 1
 
 
-def _try_layouts(device: str, transport: str) -> Iterator[TriedLayout]:
+def _try_layouts(device: str, transport: str, announce: Announce) -> Iterator[TriedLayout]:
     import torch
 
     from kvferry.execution.device import device_order
@@ -390,6 +391,7 @@ def _try_layouts(device: str, transport: str) -> Iterator[TriedLayout]:
     }
     for layout in NamedLayout:
         for use, trial in trials.items():
+            announce(f"{device}: {use} in {layout}")
             try:
                 result = trial(layout)
             except KVFerryError as error:
@@ -431,7 +433,8 @@ def is_requested(verdict: "Verdict") -> bool:
 
 def report_kernels(model: str | None, json_output: bool) -> int:
     """Measure, print, and return the exit code."""
-    with progress("checking vLLM's kernels on every layout, which takes minutes"):
+    step = "checking vLLM's kernels on every layout, which takes minutes"
+    with progress(step, prints_elsewhere=not json_output):
         measured = measure_in_child(model)
     if json_output:
         rows = [{**msgspec.to_builtins(verdict), "requested": is_requested(verdict)} for verdict in measured.verdicts]
