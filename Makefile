@@ -68,7 +68,7 @@ test-full: setup ## 100,000 drawn cases through the planner (35 minutes on 2 idl
 	@seq 80 | xargs -P "$$(nproc)" -I{} env KVFERRY_CASES=1250 $(PYTEST) -p no:cacheprovider --hypothesis-seed={} \
 	  tests/pure/test_plan_properties.py $(ARGS)
 
-lint: setup ## ruff, bandit and mypy --strict
+lint: setup ## ruff, bandit and mypy --strict, of tests/gpu and benchmarks too
 	@$(BANDIT)
 	@.venv/bin/ruff check
 	@.venv/bin/ruff format --check

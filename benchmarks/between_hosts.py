@@ -53,12 +53,13 @@ def main(
     """Measure and print a table."""
     found = []
     with tempfile.TemporaryDirectory() as folder, virtual_hosts(["source", "destination"], Path(folder)) as hosts:
+        source, destination = hosts
         for host in hosts:
             set_mtu(host, mtu)
         with progress("measuring") as announce:
             for number in range(runs):
                 announce(f"run {number + 1} of {runs}")
-                found.append(one_run(transports.split(","), *hosts, repeat))
+                found.append(one_run(transports.split(","), source, destination, repeat))
     ucx = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
     if as_json:
         print(json.dumps({"mtu": mtu, "environment": ucx, "runs": found}))

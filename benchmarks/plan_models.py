@@ -73,19 +73,27 @@ def caches_or_refusal(path: Path, dtype: str | None) -> ModelCaches | None:
 
 def count(model: str, caches: ModelCaches, tokens: int, tp_sizes: tuple[int, int], *, verify: bool) -> Row:
     """Plan one request in both layouts."""
-    reports = [
-        make_report(caches, *engines, tokens, Blocks.SCATTERED, verify=verify)
-        for layout in (NamedLayout.BHLNC, NamedLayout.LBHNC)
-        for engines in [[EngineShape(tp, layout, 16) for tp in tp_sizes]]
-    ]
+    reports = []
+    for layout in (NamedLayout.BHLNC, NamedLayout.LBHNC):
+        prefill, decode = (EngineShape(tp, layout, 16) for tp in tp_sizes)
+        reports.append(make_report(caches, prefill, decode, tokens, Blocks.SCATTERED, verify=verify))
     failures = [failure for report in reports for failure in report.failures]
     if failures:
         typer.echo(f"{model}: {failures[0]}", err=True)
         raise typer.Exit(1)
     kinds = [group.kind.value for group in reports[0].prefill.groups]
     groups = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    counts = [report.descriptors for report in reports]
-    return Row(model, groups, tokens, reports[0].prefill.layout.value, reports[0].bytes, *counts, verified=verify)
+    cross_layer, per_layer = reports
+    return Row(
+        model=model,
+        groups=groups,
+        tokens=tokens,
+        layout=cross_layer.prefill.layout.value,
+        bytes=cross_layer.bytes,
+        cross_layer=cross_layer.descriptors,
+        per_layer=per_layer.descriptors,
+        verified=verify,
+    )
 
 
 def print_rows(rows: list[Row], engines: str) -> None:

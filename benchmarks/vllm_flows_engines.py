@@ -257,7 +257,10 @@ def running_pair(
         generator = np.random.default_rng(time.time_ns())
         longest: Any = max(cases, key=lambda case: case.tokens)
         logged = Path(f"{log}.rank0")
-        pair = MeasuredPair(name, longest, *servers, generator, watch, flow=flow, log=logged, bootstrap_port=port)
+        prefill, decode = servers
+        pair = MeasuredPair(
+            name, longest, prefill, decode, generator, watch, flow=flow, log=logged, bootstrap_port=port
+        )
         if flow == CONCURRENT:
             pair.engine_id = bootstrapped_id(port)
         for server in servers:

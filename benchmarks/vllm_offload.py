@@ -153,8 +153,8 @@ def _comparisons(
             target = TARGETS[case] if name == KVFERRY else None
             add(case, title, target, {f"{name}, {STORED}": (name, _stored(tokens)), f"{NONE}, {FORGOTTEN}": computing})
         if case == "grid" and ALWAYS in contestants:
-            loading = (ALWAYS, _stored(tokens))
-            add(case, title, TARGETS[case], {f"{KVFERRY}, {STORED}": stored, f"{ALWAYS}, {STORED}": loading})
+            always = (ALWAYS, _stored(tokens))
+            add(case, title, TARGETS[case], {f"{KVFERRY}, {STORED}": stored, f"{ALWAYS}, {STORED}": always})
         if case == "first-token":
             fresh = (KVFERRY, _computing(tokens))
             add(case, title, None, {f"{KVFERRY}, {FRESH}": fresh, f"{NONE}, {FORGOTTEN}": computing})

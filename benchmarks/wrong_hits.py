@@ -43,10 +43,12 @@ from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm.v1.request import Request
 
+from kvferry.arrays import Bytes
 from kvferry.cli.console import open_console, progress
 from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.plan.request import GroupBlocks
 from tests.adapter import test_offload_names as names
+from tests.adapter.model_files import write_model
 from tests.adapter.test_offload_names import CHANGES, Edit, Engine, together
 from tests.adapter.vllm_caches import CacheRank
 
@@ -205,8 +207,16 @@ def two_stages(engine: Engine) -> None:
 
 def pages(rank: CacheRank, config: Any) -> torch.Tensor:
     """Return the bytes of one labelled block of a rank, in the order in which vLLM registers its pages."""
-    whole = {"first_token": 0, "last_token": 16, "source_block_ids": [BLOCK], "destination_block_ids": [BLOCK]}
-    rank.label(GroupBlocks(group=str(group), **whole) for group in range(len(rank.groups())))
+    rank.label(
+        GroupBlocks(
+            group=str(group),
+            first_token=0,
+            last_token=16,
+            source_block_ids=[BLOCK],
+            destination_block_ids=[BLOCK],
+        )
+        for group in range(len(rank.groups()))
+    )
     seen: list[CanonicalKVCaches] = []
     offloading = SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=0))
     spec: Any = SimpleNamespace(replicated_layout=False, config=offloading, get_worker=seen.append)
@@ -229,19 +239,19 @@ class InTree:
         spec = TieringOffloadingSpec(build_offloading_config(config, ranks[0].config))
         # Pages, as O_DIRECT needs.
         memory = mmap.mmap(-1, 2 * spec.kv_bytes_per_chunk)
-        self._memory = np.frombuffer(memory, np.uint8).reshape(2, spec.kv_bytes_per_chunk)
+        self._memory: Bytes = np.frombuffer(memory, np.uint8).reshape(2, spec.kv_bytes_per_chunk)
         for number, rank in enumerate(ranks):
             found = pages(rank, config).numpy().view(np.uint8)
             begin = number * spec.cpu_page_size_per_worker
             self._memory[0, begin : begin + len(found)] = found
-        self._tier = FileSystemTierManager(spec, memoryview(self._memory), "fs", str(folder), 1, 1)
+        self._tier = FileSystemTierManager(spec, self._memory.data, "fs", str(folder), 1, 1)
         self._request = ReqContext("r")
 
     def store(self, block_hash: bytes) -> None:
         """Store the labelled block."""
         assert self._run(block_hash, 0, self._tier.submit_store), "the tier did not store the block"
 
-    def find(self, block_hash: bytes) -> np.ndarray[Any, Any] | None:
+    def find(self, block_hash: bytes) -> Bytes | None:
         """Return what the tier loads for a block; None for a miss, and for a load that fails."""
         self._tier.on_new_request(self._request)
         key = make_offload_key(block_hash, 0)
@@ -254,9 +264,10 @@ class InTree:
         return self._memory[1] if is_loaded else None
 
     @property
-    def own(self) -> np.ndarray[Any, Any]:
+    def own(self) -> Bytes:
         """The bytes of the block as this engine writes them."""
-        return self._memory[0]
+        found: Bytes = self._memory[0]
+        return found
 
     def close(self) -> None:
         self._tier.shutdown()
@@ -276,7 +287,7 @@ def try_row(row: Row, folder: Path) -> dict[str, Found]:
     place = folder / "host" / "model"
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONHASHSEED", raising=False)
-        first = Engine(names.write_model(place), patch)
+        first = Engine(write_model(place), patch)
         if row.prepare is not None:
             row.prepare(first)
         ours = first.names()
@@ -286,7 +297,7 @@ def try_row(row: Row, folder: Path) -> dict[str, Found]:
     shutil.rmtree(place.parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONHASHSEED", raising=False)
-        second = Engine(names.write_model(place), patch)
+        second = Engine(write_model(place), patch)
         row.change(second)
         found = InTree(second, folder / "stored")
         loaded = found.find(row.hashes[1])
@@ -294,7 +305,7 @@ def try_row(row: Row, folder: Path) -> dict[str, Found]:
         return {"in_tree": _judge(row, found.own, loaded), "kvferry": _ours(row, ours, second.names())}
 
 
-def _judge(row: Row, own: np.ndarray[Any, Any], loaded: np.ndarray[Any, Any] | None) -> Found:
+def _judge(row: Row, own: Bytes, loaded: Bytes | None) -> Found:
     if loaded is None:
         return Found.MISS
     return Found.HIT if row.must_hit and np.array_equal(own, loaded) else Found.WRONG_HIT

@@ -179,7 +179,10 @@ def together(*edits: Edit) -> Edit:
 
 
 def write(name: str, text: str) -> Edit:
-    return lambda engine: (engine.folder / name).write_text(text) and None
+    def edit(engine: Engine) -> None:
+        (engine.folder / name).write_text(text)
+
+    return edit
 
 
 def store(**changes: Any) -> Edit:
@@ -685,8 +688,9 @@ def test_a_hub_that_is_not_hugging_faces_is_not_shared(
     hub("a" * 40)(engine)
     assert private(engine) is None
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
-    config = SimpleNamespace(load_config=engine.config().load_config)
-    found = offload_names._weights(config, SimpleNamespace(model="some/model", revision=None, model_weights=""))
+    config: Any = SimpleNamespace(load_config=engine.config().load_config)
+    of_model: Any = SimpleNamespace(model="some/model", revision=None, model_weights="")
+    found = offload_names._weights(config, of_model)
     assert not found.are_known
 
 
@@ -729,9 +733,15 @@ def test_files_of_other_formats_are_sampled_throughout(name: str, tmp_path: Path
 
 
 def test_few_bytes_are_read_of_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = []
+    read: list[tuple[int, int]] = []
     samples = identity._samples
-    monkeypatch.setattr(identity, "_samples", lambda *given: read.extend(found := list(samples(*given))) or found)
+
+    def watched(*given: Any) -> list[tuple[int, int]]:
+        found = list(samples(*given))
+        read.extend(found)
+        return found
+
+    monkeypatch.setattr(identity, "_samples", watched)
     write_weights(tmp_path / "model.safetensors", {"a": 3_000_000, "b": 5})
     assert weights_of(str(tmp_path)).are_known
     assert sum(length for _, length in read) == 8 * identity.SAMPLE_BYTES + 20

@@ -48,7 +48,7 @@ def loaded(total: int, local: int, load: Callable[..., None], *shard_id: int) ->
 
 def mamba2(num_groups: int) -> Kind:
     def layer(tp_size: int) -> Any:
-        merged = MergedColumnParallelLinear if num_groups % tp_size == 0 else ColumnParallelLinear
+        merged: Any = MergedColumnParallelLinear if num_groups % tp_size == 0 else ColumnParallelLinear
         extra = Shapes.extra_groups_for_head_shards(num_groups, tp_size)
         return SimpleNamespace(
             intermediate_size=INNER,
@@ -129,7 +129,7 @@ class Rank:
         spec = MambaSpec(shapes=shapes, dtypes=dtypes, block_size=64, mamba_type=kind.backend)
         self.page_bytes, self.row_bytes = spec.page_size_bytes, len(LAYERS) * (spec.page_size_bytes + 64)
         self.rows = torch.zeros(NUM_BLOCKS * self.row_bytes, dtype=torch.int8)
-        config = SimpleNamespace(
+        config: Any = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=tp_size, pipeline_parallel_size=1),
             compilation_config=SimpleNamespace(static_forward_context={LAYERS[0]: kind.layer(tp_size)}),
         )

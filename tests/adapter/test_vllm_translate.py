@@ -172,7 +172,7 @@ def test_quantised_pages_move_whole_and_name_their_scales(monkeypatch: pytest.Mo
 
 
 def mixer(tp_size: int, *, shared_group: bool) -> Any:
-    linear = ColumnParallelLinear if shared_group else MergedColumnParallelLinear
+    linear: Any = ColumnParallelLinear if shared_group else MergedColumnParallelLinear
     return SimpleNamespace(
         intermediate_size=16 * tp_size,
         n_groups=tp_size,

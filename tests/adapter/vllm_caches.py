@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 try:  # since 0.33
-    from vllm.v1.core.kv_cache_planning import (
+    from vllm.v1.core.kv_cache_planning import (  # type: ignore[import-not-found]
         _project_kv_cache_groups_to_worker,
         get_global_kv_cache_groups,
         get_kv_cache_config_from_groups,
@@ -28,9 +28,7 @@ except ImportError:
         get_kv_cache_groups,
     )
 
-    def get_global_kv_cache_groups(  # type: ignore[no-redef]
-        vllm_config: Any, specs: Sequence[dict[str, KVCacheSpec]]
-    ) -> Any:
+    def get_global_kv_cache_groups(vllm_config: Any, specs: Sequence[dict[str, KVCacheSpec]]) -> Any:
         return get_kv_cache_groups(vllm_config, *specs)
 
 
@@ -87,7 +85,8 @@ class CacheRank:
             vllm_config.speculative_config = SimpleNamespace(**drafting)
             vllm_config.num_prefill_lookahead_tokens = 1
         if hasattr(KVCacheSpec, "is_draft"):
-            self.specs |= {name: replace(self.specs[name], is_draft=True) for name in drafter}
+            marked: dict[str, Any] = {"is_draft": True}
+            self.specs |= {name: replace(self.specs[name], **marked) for name in drafter}
         groups = get_global_kv_cache_groups(vllm_config, [self.specs])
         if stages:
             groups = _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in stages[pp_rank]})
@@ -117,7 +116,7 @@ class CacheRank:
     def check(self, requests: Sequence[GroupBlocks], num_tokens: int) -> None:
         """Compare every attention block of a request, and check that no other byte was written."""
         storage = next(iter(self.caches.values())).untyped_storage()
-        found = torch.tensor([], dtype=torch.float32).set_(storage)  # type: ignore[call-overload]
+        found = torch.tensor([], dtype=torch.float32).set_(storage)
         seen = 0
         for layer, position, block in self._blocks(requests, "destination"):
             held = max(0, min(self.specs[layer].block_size, num_tokens - position * self.specs[layer].block_size))

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-import torch
 
 from kvferry.execution.digests import CellSums
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.layout.shard import Region
 from kvferry.plan.digest_cells import CellGrid, CellMemory
 
-DEVICE = "cuda:0"
+from ..support.transport_memory import CudaMemory
 
 
 @pytest.mark.parametrize("layout", NamedLayout)
@@ -18,11 +18,11 @@ def test_sums_of_the_device_are_those_of_the_processor(layout: NamedLayout, head
     sizes = {"num_kv_heads": 2, "head_size": head_size, "itemsize": itemsize, "block_size": 16, "num_blocks": 4}
     length = shard_for(layers=["0", "1"], layout=layout, **sizes).regions[0].length  # type: ignore[arg-type]
     content = np.random.default_rng(1).integers(0, 256, length, np.uint8)
-    on_device = torch.from_numpy(content.copy()).to(DEVICE)
-    torch.cuda.synchronize()
+    on_device = CudaMemory(length)
+    on_device.put(content)
     found = []
-    for address, device in ((int(content.ctypes.data), "cpu"), (on_device.data_ptr(), DEVICE)):
-        place = {"base_address": address, "device": device}
+    for region in (Region(int(content.ctypes.data), length), on_device.region):
+        place = {"base_address": region.base_address, "device": region.device}
         shard = shard_for(layers=["0", "1"], layout=layout, **place, **sizes)  # type: ignore[arg-type]
         grid = CellGrid(shard.groups[0])
         component = shard.groups[0].components[0]

@@ -23,7 +23,7 @@ def write(cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: 
     import vllm._custom_ops as operations
 
     ones = torch.ones(1, dtype=torch.float32, device=DEVICE)
-    key_cache, value_cache = cache.transpose(1, 2).split(HEAD_SIZE, dim=-1)
+    key_cache, value_cache = torch.split(cache.transpose(1, 2), HEAD_SIZE, dim=-1)
     operations.reshape_and_cache_flash(keys, values, key_cache, value_cache, slots, "auto", ones, ones)
 
 

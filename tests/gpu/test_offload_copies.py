@@ -40,7 +40,7 @@ class GpuCopies(Copies):
         begin = address // 4096 * 4096
         # Not a page more: it may not be mapped, and then cannot be pinned.
         self.pinned = PinnedMemory(Region(begin, address + self.buffer.nbytes - begin), self.order)
-        self.copying = self.pinned.copying  # type: ignore[method-assign]
+        self.copying = self.pinned.copying
 
     def placed(self, shard: Shard) -> RankMemory:
         rank = strided_memory(self, shard)
@@ -79,8 +79,8 @@ def test_stored_blocks_are_loaded_byte_by_byte(case: str, selector: int, opened:
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 2), (2, 1)])
 def test_windows(source_tp: int, target_tp: int, opened: list[GpuCopies]) -> None:
-    kind = CacheKind.SLIDING_WINDOW
-    opened.append(copies := GpuCopies(*(Ranks(tp=tp, kind=kind, window=16) for tp in (source_tp, target_tp))))
+    stores, loads = (Ranks(tp=tp, kind=CacheKind.SLIDING_WINDOW, window=16) for tp in (source_tp, target_tp))
+    opened.append(copies := GpuCopies(stores, loads))
     copies.check()
 
 
@@ -100,7 +100,8 @@ class Engine:
         self.pinned = PinnedMemory(self.slab.region, self.order)
         self.executor = Executor(order=self.order)
         region = self.slab.region
-        self.stored: Bytes = np.frombuffer((ctypes.c_uint8 * region.length).from_address(region.base_address), np.uint8)
+        memory = (ctypes.c_uint8 * region.length).from_address(region.base_address)
+        self.stored: Bytes = np.ctypeslib.as_array(memory)
 
     def copy(self, source: Sequence[int], destination: Sequence[int], after: Mark, *, is_load: bool) -> JobResult:
         blocks = GroupBlocks(

@@ -21,7 +21,7 @@ from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
-from kvferry.plan.block_copies import BlockCopies
+from kvferry.plan.block_copies import BlockCopies, block_copies
 from kvferry.plan.planner import StridedCopy
 from kvferry.plan.request import GroupBlocks
 
@@ -235,7 +235,7 @@ def test_copies_that_do_not_prove_are_refused(monkeypatch: pytest.MonkeyPatch) -
     def wrong(plan: Any, requests: Any) -> list[BlockCopies]:
         return [*right(plan, requests)[1:]]
 
-    right = local_copy.block_copies
+    right = block_copies
     arena = Arena(1 << 18)
     own = strided_memory(arena, Ranks(content=Content.APART, layout=NamedLayout.LBNHC).shards()[0]).shard
     slab = strided_memory(arena, slab_shard([own], {"full": 7})).shard
