@@ -35,6 +35,7 @@ from kvferry.tiers.disk.segments import (
 from kvferry.tiers.local_disk import RESERVED_BYTES, LocalDisk, open_directory
 from kvferry.tiers.protocol import Presence, Slots, Store
 from kvferry.tiers.workers import Task, Workers
+from kvferry.units import format_bytes
 
 from ..counted_work import lines_of
 from ..waits import wait_until
@@ -950,6 +951,17 @@ def test_a_header_that_waits_for_the_kernel_holds_up_no_read(
 
 
 # a disk that fails
+
+
+def test_a_tier_says_that_its_file_system_has_less_room_than_it_may_use(
+    opened: Callable[..., Blocks], caplog: pytest.LogCaptureFixture
+) -> None:
+    free = shutil.disk_usage(opened().directory).free
+    assert not caplog.records
+    too_much = opened(2 * free + CAPACITY)
+    [told] = [record.getMessage() for record in caplog.records]
+    assert str(too_much.directory) in told
+    assert f"may use {format_bytes(2 * free + CAPACITY)} and uses 0 B" in told
 
 
 def test_a_full_disk_is_a_miss_and_leaves_no_file(opened: Callable[..., Blocks]) -> None:

@@ -570,6 +570,19 @@ def test_a_request_larger_than_host_memory_gets_its_first_blocks(engine: Engine)
     engine.check_nothing_is_left()
 
 
+def test_a_tier_without_room_says_so_once_with_the_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(lower_blocks=0)
+    for number in range(3):
+        engine.store(number)
+        engine.settle()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [text.partition(" is full: 1 of 1 blocks")[0] for text in told] == ["disk", "pool"]
+    assert "it uses 0 B of its 0 B" in told[0]
+    assert f"no room for {BLOCK_BYTES} bytes" in told[0]
+    assert engine.failures("disk")["tier-full"] == 3
+    engine.close()
+
+
 def test_blocks_that_wait_to_be_written_are_bounded(engine: Engine) -> None:
     engine.disk.faults.raises = True
     for number in range(200):

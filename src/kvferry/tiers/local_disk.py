@@ -151,6 +151,7 @@ class LocalDisk(ThreadedTier[DiskLoad, DiskStore]):
         self._grow_again_at = 0.0
         try:
             self._recover()
+            self._compare_free_space()
             self._workers = Workers("kvferry-disk", self._performed, num_threads=num_threads)
         except BaseException:
             self._release()
@@ -320,6 +321,19 @@ class LocalDisk(ThreadedTier[DiskLoad, DiskStore]):
         self._space.sort_found()
         for segment in self._space.shrink():
             self._files.pop(segment).remove()
+
+    def _compare_free_space(self) -> None:
+        """Say that the file system has less room than the tier may still use: the tier is full earlier then."""
+        with suppress(OSError):  # some file systems do not know
+            found = os.fstatvfs(self._directory.descriptor)
+            free, used = found.f_bavail * found.f_frsize, self._space.occupied_bytes
+            if free < self._space.capacity_bytes - used:
+                logger.warning(
+                    "%s: the disk tier may use %s and uses %s, but its file system has %s free. Make room, or give the"
+                    " tier fewer bytes.",
+                    self._directory.path,
+                    *map(format_bytes, (self.capabilities.capacity_bytes, used, free)),
+                )
 
     def _release(self) -> None:
         for file in self._files.values():

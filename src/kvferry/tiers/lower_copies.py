@@ -42,6 +42,7 @@ from kvferry.tiers.protocol import (
     TierCopy,
     closed_error,
 )
+from kvferry.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class GuardedTier:
         self._suspended_until = -np.inf
         self._num_raised: Counter[str] = Counter()
         """By verb: errors in a row."""
+        self._is_told_full = False
         self._closing: _Closing | None = None
 
     @property
@@ -143,6 +145,26 @@ class GuardedTier:
         """Count blocks that failed, and leave the tier alone."""
         self.failures[error.reason] += num_blocks
         self.suspend(error, now)
+
+    def note_full(self, store: Store) -> None:
+        """Say once, with the numbers, that blocks of a store found no room; ``failures`` counts them all."""
+        if self._is_told_full or not store.failures[Reason.TIER_FULL]:
+            return
+        self._is_told_full = True
+        try:
+            used = format_bytes(self._tier.snapshot()["num_bytes"])
+        except Exception:
+            logger.debug("%s has no snapshot", self.name, exc_info=True)
+            used = "an unknown part"
+        logger.warning(
+            "%s is full: %d of %d blocks were not stored, while it uses %s of its %s; later ones are only counted. %s",
+            self.name,
+            store.failures[Reason.TIER_FULL],
+            len(store.keys),
+            used,
+            format_bytes(self._tier.capabilities.capacity_bytes),
+            store.error,
+        )
 
     def suspend(self, error: Exception, now: float, seconds: float = 0.0) -> None:
         """Leave the tier alone for a while; say why, once."""
@@ -539,6 +561,8 @@ class LowerCopies:
             self.copy_seconds.append((way, now - moved.since))
         if not moved.is_given_up:  # its blocks are counted already
             self.failures.update(copy.failures)
+            if isinstance(copy, Store):
+                self._tier.note_full(copy)
             if copy.error is not None and SUSPENDING & copy.failures.keys():
                 self._tier.suspend(copy.error, now)
 
