@@ -1,6 +1,7 @@
 """``make test-gpu`` and ``kvferry doctor --device`` on a machine without a GPU: what would run, and why not."""
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from kvferry.execution import device
 from kvferry.execution.device import CudaDevice, find_device
 
 ROOT = Path(__file__).parents[2]
+COLLECT_SECONDS = 240.0
 MOST_SECONDS = 60.0
 """Limit of a child that waits for something. A busy machine needs a part of it."""
 
@@ -111,6 +113,22 @@ def gpu_tests(patch: pytest.MonkeyPatch) -> ModuleType:
     vars(script)["__file__"] = str(source)
     exec(compile(source.read_text(), source, "exec"), vars(script))
     return script
+
+
+def test_every_test_of_gpus_can_be_imported_and_every_part_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "tests/gpu"]
+    environment = {**os.environ, "KVFERRY_GPU": "1"}
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=COLLECT_SECONDS)
+    assert found.returncode == 0, found.stdout
+    tests = [line for line in found.stdout.splitlines() if "::" in line]
+    assert {test.partition("::")[0] for test in tests} == {
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests/gpu").glob("test_*.py")
+    }
+    for part in gpu_tests(monkeypatch).PARTS:
+        for file in (argument for argument in part.arguments if argument.endswith(".py")):
+            keyword = part.arguments[-1] if "-k" in part.arguments else ""
+            assert (ROOT / file).exists(), part.name
+            assert not file.startswith("tests/") or any(file in test and keyword in test for test in tests), part.name
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])

@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = [ROOT / "scripts/setup", ROOT / ".ci/run"]
+BENCHMARKS = ROOT / "benchmarks"
+SELDOM_RUN = sorted([*BENCHMARKS.glob("*.py"), *(ROOT / "tests/gpu").glob("*.py")])
+NAMED_OBJECT = re.compile(r"((?:kvferry|tests)(?:\.\w+)+):(\w+)")
 PINNED = {Requirement(item).name: item for extra in PROJECT["optional-dependencies"].values() for item in extra}
 
 
@@ -162,6 +165,87 @@ def test_a_skipped_test_fails_where_nothing_may_be_skipped(text: str, status: in
     assert without.returncode == 0, without.stdout
     assert with_it.returncode == status, with_it.stdout
     assert ("was skipped: " in with_it.stdout) == ("skip" in text)
+
+
+def file_of(module: str) -> Path | None:
+    """Return the file or the folder of a module of kvferry, the tests or the benchmarks; None for any other."""
+    for base in (ROOT / "src", ROOT, BENCHMARKS):
+        place = base.joinpath(*module.split("."))
+        if (found := place.with_suffix(".py")).exists() or (found := place / "__init__.py").exists():
+            return found
+        if place.is_dir():
+            return place
+    return None
+
+
+def names_of(path: Path) -> set[str]:
+    """Return the names that a module has without being run; those of a folder are its modules."""
+    if path.is_dir():
+        return set()
+    names, waiting = set(), list(ast.iter_child_nodes(ast.parse(path.read_text())))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        else:
+            waiting += ast.iter_child_nodes(node)
+    return names
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield module and name of what a file imports, in any of its functions too, and of its texts ``module:name``."""
+    package = path.parent.relative_to(ROOT).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            yield from ((".".join([*above, *filter(None, [node.module])]), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Constant) and (named := NAMED_OBJECT.fullmatch(str(node.value))):
+            yield named[1], named[2]
+
+
+def has_gone(module: str, name: str) -> bool:
+    """Return whether something cannot be imported; only kvferry, the tests and the benchmarks are looked at."""
+    path = file_of(module)
+    if path is None:
+        return module.partition(".")[0] in ("kvferry", "tests", "benchmarks")
+    return bool(name) and name not in names_of(path) and file_of(f"{module}.{name}") is None
+
+
+@pytest.mark.parametrize("path", SELDOM_RUN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_seldom_runs_imports_what_exists(path: Path) -> None:
+    assert [f"{module}:{name}" for module, name in imports_of(path) if has_gone(module, name)] == []
+
+
+def test_imports_of_what_has_gone_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "BENCHMARKS", tmp_path / "benchmarks")
+    files = {
+        "src/kvferry/here.py": "if True:\n    here = 1\ndef function(): inner = 1",
+        "tests/support/oracle.py": "from elsewhere import check as checked",
+        "benchmarks/mover.py": "Mover: type = int",
+        "tests/gpu/test_it.py": "from ..support.oracle import checked, check\n"
+        "from ..gone import it\nfrom ..support import oracle",
+        "benchmarks/bench.py": "import os, kvferry.gone\nfrom mover import Mover, Other\nfrom torch import Tensor\n"
+        "def main():\n    from kvferry.here import function, here, inner\n"
+        "    return 'kvferry.here:here', 'kvferry.here:Gone'",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    gone = [
+        {named for named in imports_of(tmp_path / name) if has_gone(*named)}
+        for name in ("tests/gpu/test_it.py", "benchmarks/bench.py")
+    ]
+    assert gone == [
+        {("tests.support.oracle", "check"), ("tests.gone", "it")},
+        {("kvferry.gone", ""), ("mover", "Other"), ("kvferry.here", "inner"), ("kvferry.here", "Gone")},
+    ]
 
 
 def test_no_package_index_is_named() -> None:
