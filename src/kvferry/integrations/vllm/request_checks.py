@@ -67,8 +67,8 @@ def check_params(config: Any, params: object, request_id: str, num_prompts: int 
     if num_prompts > 1 and (params.get("do_remote_prefill") or params.get("do_remote_decode")):
         raise HandoffError(
             Reason.UNSUPPORTED,
-            f"a list of {num_prompts} prompts has one object of kv_transfer_params, which names one prompt.",
-            "Send each prompt in a request of its own.",
+            f"the request has a list of {num_prompts} prompts; prefill and decode engines move the cache of one.",
+            "Send one prompt per request.",
         )
     if params.get("do_remote_prefill"):
         _check_source(_trust_of(json.dumps(dict(settings), sort_keys=True, default=list)), params, request_id)
@@ -160,7 +160,8 @@ def _refusal(error: KVFerryError, request_id: str) -> Exception:
             "kv_transfer_params do not come from a prefill engine that this engine trusts. The log of this server says "
             f"why. [{error.reason.value}]"
         )
-    return VLLMValidationError(told, parameter="kv_transfer_params")
+    # A client sends prompts; a router adds the other parameters.
+    return VLLMValidationError(told, parameter="prompt" if error.reason is Reason.UNSUPPORTED else "kv_transfer_params")
 
 
 def _around_request(method: Any) -> Any:
