@@ -178,6 +178,15 @@ def test_a_load_waits_as_long_behind_every_router() -> None:
         assert refusal.value.reason is Reason.UNKNOWN_SETTING
 
 
+def test_all_that_an_engine_on_every_interface_lacks_is_one_error() -> None:
+    with pytest.raises(SettingsError) as refusal:
+        parse_settings({"host": "0.0.0.0"})
+    assert "no address that other engines can connect to" in refusal.value.message
+    assert "there are no keys" in refusal.value.message
+    assert 'Set "advertised_host"' in refusal.value.remedy
+    assert "kvferry keys new" in refusal.value.remedy
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "[::]", "*"])
 def test_every_interface_is_refused_as_an_advertised_address(host: str) -> None:
     for settings in ({"host": host}, {"advertised_host": host}):

@@ -287,7 +287,8 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
         remedy = f"Write a name of at most {MAX_IDENTIFIER_LENGTH} characters."
         raise invalid_setting(f"other engines refuse {given}: {error}.", remedy) from error
     _check_ports(settings)
-    _check_keys(settings)
+    _check_reach(settings)
+    _check_allowed_hosts(settings)
     _check_router(settings)
     return settings
 
@@ -344,13 +345,32 @@ def _check_host(settings: Settings) -> None:
             raise invalid_setting(
                 f"{name} {error}.", f'Write {write}. The port has its own setting, "port".'
             ) from error
+
+
+def _check_reach(settings: Settings) -> None:
+    """Name in one error all that an engine lacks that other machines reach."""
+    missing: list[tuple[str, str]] = []
     if is_wildcard(settings.reachable_host):
         name = "advertised_host" if settings.advertised_host else "host"
-        raise invalid_setting(
-            f"{name} {settings.reachable_host!r} means every interface, which is no address that other engines can "
-            "connect to.",
-            'Set "advertised_host" to the address or name at which they reach this machine.',
+        missing.append(
+            (
+                f"{name} {settings.reachable_host!r} means every interface, which is no address that other engines can "
+                "connect to.",
+                'Set "advertised_host" to the address or name at which they reach this machine.',
+            )
         )
+    if not (settings.keys or is_loopback(settings.host)):
+        missing.append(
+            (
+                f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there could"
+                " read, change and free caches.",
+                "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
+                '"keys": "none" where nobody else reaches the network.',
+            )
+        )
+    if missing:
+        problems, remedies = zip(*missing, strict=True)
+        raise invalid_setting(" ".join(problems), " ".join(remedies))
 
 
 def _check_ports(settings: Settings) -> None:
@@ -371,14 +391,7 @@ def _check_not_of_ranks(settings: Settings, port: int, name: str) -> None:
         )
 
 
-def _check_keys(settings: Settings) -> None:
-    if not (settings.keys or is_loopback(settings.host)):
-        raise invalid_setting(
-            f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there could "
-            "read, change and free caches.",
-            "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
-            '"keys": "none" where nobody else reaches the network.',
-        )
+def _check_allowed_hosts(settings: Settings) -> None:
     for host in settings.allowed_hosts:
         if as_network(host) is None and not _NAME.fullmatch(host):
             raise invalid_setting(
