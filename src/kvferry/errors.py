@@ -120,6 +120,46 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"Did you mean {nearest[0]!r}?" if nearest else otherwise or f"There are {', '.join(names)}."
 
 
+_KINDS = {
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_EXPECTED = re.compile(r"Expected `([^`]+)`(.*?)(?:, got `?([^`]+)`?)?", re.DOTALL)
+_NO_VALUE = "Invalid enum value "
+_OF_FIELD = re.compile(r"Object (?:(missing required)|contains unknown) field `([^`]+)`")
+
+
+def in_words(error: Exception) -> str:
+    """Return msgspec's error about a value in a user's words: where it is, what was given, what is wanted.
+
+    Other errors are returned as they are.
+
+    >>> in_words(ValueError("Expected `int`, got `str` - at `$.port`"))
+    'port: a text was given, a whole number is wanted'
+    >>> in_words(ValueError("Expected `int` >= 0 - at `$.cores[0]`"))
+    'cores[0]: a whole number >= 0 is wanted'
+    >>> in_words(ValueError("Object missing required field `epoch` - at `$.kvferry`"))
+    'kvferry.epoch is missing'
+    """
+    told, _, place = str(error).partition(" - at `$")
+    place = place.removesuffix("`").removeprefix(".")
+    if (found := _OF_FIELD.fullmatch(told)) is not None:
+        name = f"{place}.{found[2]}" if place else found[2]
+        return f"{name} is missing" if found[1] else f"{name} is not known"
+    if (found := _EXPECTED.fullmatch(told)) is not None:
+        wanted = " or ".join(_KINDS.get(kind, kind) for kind in found[1].split(" | ")) + found[2]
+        given = f"{_KINDS.get(found[3], found[3])} was given, " if found[3] else ""
+        told = f"{given}{wanted} is wanted"
+    elif told.startswith(_NO_VALUE):
+        told = f"{told.removeprefix(_NO_VALUE)} is not one of its values"
+    return f"{place}: {told}" if place else told
+
+
 def install_command(*packages: str) -> str:
     """Return pip's command for packages, each as kvferry's metadata requires it: without a version where kvferry is not
     installed, or does not require it.

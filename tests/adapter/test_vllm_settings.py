@@ -178,6 +178,21 @@ def test_a_load_waits_as_long_behind_every_router() -> None:
         assert refusal.value.reason is Reason.UNKNOWN_SETTING
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"port": "5600"}, "port: a text was given, a whole number is wanted."),
+        ({"port": 70000}, "port: a whole number <= 65535 is wanted."),
+        ({"integrity": "most"}, "integrity: 'most' is not one of its values."),
+        ({"transfer_cores": [-1]}, "transfer_cores[0]: a whole number >= 0 is wanted."),
+    ],
+)
+def test_a_value_of_another_type_is_told_in_a_users_words(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        parse_settings(settings)
+    assert refusal.value.message == f"kv_connector_extra_config: {told}"
+
+
 def test_all_that_an_engine_on_every_interface_lacks_is_one_error() -> None:
     with pytest.raises(SettingsError) as refusal:
         parse_settings({"host": "0.0.0.0"})

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from kvferry.errors import Reason, SettingsError, did_you_mean
+from kvferry.errors import Reason, SettingsError, did_you_mean, in_words
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Identifier, as_peers_read
 from kvferry.handoff.wire.trust import (
     EVERY_INTERFACE,
@@ -285,7 +285,7 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     except ValueError as error:
         given = f"model_id {settings.model_id[:40]!r}, of {len(settings.model_id)} characters"
         remedy = f"Write a name of at most {MAX_IDENTIFIER_LENGTH} characters."
-        raise invalid_setting(f"other engines refuse {given}: {error}.", remedy) from error
+        raise invalid_setting(f"other engines refuse {given}: {in_words(error)}.", remedy) from error
     _check_ports(settings)
     _check_reach(settings)
     _check_allowed_hosts(settings)
@@ -310,7 +310,7 @@ def converted(extra_config: Mapping[str, Any], kind: type[AnySettings]) -> AnySe
         return msgspec.convert(dict(extra_config), kind)
     except msgspec.ValidationError as error:
         raise invalid_setting(
-            f"kv_connector_extra_config: {error}.", f"{_choices(kind, str(error))}{_LISTED}"
+            f"kv_connector_extra_config: {in_words(error)}.", f"{_choices(kind, str(error))}{_LISTED}"
         ) from error
 
 

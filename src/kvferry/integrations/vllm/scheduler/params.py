@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 
-from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason, in_words
 from kvferry.handoff.handshake import NO_ADAPTER, OURS, Adapter, Versions, agree
 from kvferry.handoff.holds import Hold, Holds, is_of_hold
 from kvferry.handoff.messages import (
@@ -236,7 +236,7 @@ def parse_transfer_params(params: Mapping[str, Any], request_id: str) -> Transfe
     except NOT_OF_THE_SCHEMA as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
-            f"kv_transfer_params of {request_id} name no transfer: {error}.",
+            f"kv_transfer_params of {request_id} name no transfer: {in_words(error)}.",
             "Run vllm-router with --kv-connector mooncake and each prefill engine's bootstrap_port, or with "
             "--kv-connector moriio and --vllm-discovery-address, which is each engine's router_address.",
         ) from error
@@ -285,8 +285,8 @@ def check_own_answers(state: EngineState) -> None:
     except NOT_OF_THE_SCHEMA as error:
         raise HandoffError(
             Reason.UNSUPPORTED,
-            f"no decode engine could read the answers of engine {state.engine_id!r}: {error}.",
-            "The end of the message names the value; where no setting changes it, run another model.",
+            f"no decode engine could read the answers of engine {state.engine_id!r}: {in_words(error)}.",
+            "The message names the value; where no setting changes it, run another model.",
         ) from error
 
 
@@ -341,7 +341,7 @@ def read_params(params: Mapping[str, Any], request_id: str) -> HoldParams:
     except NOT_OF_THE_SCHEMA as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
-            f"kv_transfer_params of {request_id} do not come from a kvferry prefill engine: {error}.",
+            f"kv_transfer_params of {request_id} do not come from a kvferry prefill engine: {in_words(error)}.",
             "Check that the router copies the prefill engine's kv_transfer_params whole.",
         ) from error
 
