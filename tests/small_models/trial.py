@@ -25,7 +25,8 @@ TABLE = Path(__file__).with_name("vllm_cpu.json")
 model that does not run, the same without quantisation.
 
 ``first_tokens_matter``: a prompt with other first tokens gets another answer. ``different_tokens``: how many of an
-answer's tokens differ from each other."""
+answer's tokens differ from each other. ``amx``: what processors with AMX made of a model that other processors refuse
+for the want of it."""
 LIMIT_SECONDS = 240.0
 CACHE_BYTES = 512 << 20
 PROMPT_TOKENS, CHANGED_TOKENS, OUTPUT_TOKENS = 300, 40, 16
@@ -73,6 +74,19 @@ def load_table() -> dict[str, Any]:
     return dict(json.loads(TABLE.read_text())) if TABLE.exists() else {}
 
 
+def has_amx() -> bool:
+    """Return whether this processor has AMX, which vLLM's kernels of FP8 by block require."""
+    import torch
+
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+def outcome_of(name: str) -> dict[str, Any]:
+    """Return what the table has of a model on a processor like this one."""
+    found = load_table()[name]
+    return dict(found["amx"]) if "amx" in found and has_amx() else found
+
+
 def try_models(names: list[str], folder: Path) -> dict[str, Any]:
     """Try each of the models, one after the other, add the outcomes to the table, and return them."""
     os.environ.update(ENVIRONMENT)
@@ -82,7 +96,10 @@ def try_models(names: list[str], folder: Path) -> dict[str, Any]:
     for name in names:
         started_at = time.monotonic()
         outcomes[name] = outcome = {"vllm": vllm.__version__, **_try_model(name, folder)}
-        table = {**load_table(), name: outcome}
+        table = load_table()
+        former = table.get(name, {})
+        wants_amx = "requires AMX" in str(former.get("reasons"))
+        table[name] = {**former, "amx": outcome} if wants_amx and has_amx() else outcome
         TABLE.write_text(json.dumps(dict(sorted(table.items())), indent=2) + "\n")
         print(f"{name}: {outcome} ({time.monotonic() - started_at:.0f} s)", flush=True)
     return outcomes

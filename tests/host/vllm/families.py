@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...small_models.shrink import language_part, quantisation
-from ...small_models.trial import STATES, engine_arguments, load_table
+from ...small_models.trial import STATES, engine_arguments, outcome_of
 from ...small_models.weights import published, write_small_model
 from .concurrent_flow import get_json, to_prefill
 from .forked_engines import Answer, ForkedEngine
@@ -68,7 +68,7 @@ def tried(name: str) -> tuple[str, str]:
 
     Both are what ``python -m tests.small_models --try`` has written.
     """
-    found = load_table()[name]
+    found = outcome_of(name)
     return (found["dtype"], "") if found["runs"] else next(reversed(found["reasons"].items()))
 
 
@@ -79,7 +79,7 @@ def has_states(name: str) -> bool:
 
 def runs_unquantised(name: str) -> bool:
     """Return whether vLLM's CPU build runs a model only where its weights are not quantised."""
-    return bool(load_table()[name].get("unquantised", {}).get("runs"))
+    return bool(outcome_of(name).get("unquantised", {}).get("runs"))
 
 
 @dataclass(frozen=True)
