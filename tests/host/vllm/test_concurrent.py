@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import Reason
-from kvferry.harness.launch import prompt_tokens
-from kvferry.harness.launch import free_port, start_engine, start_router, stop_servers, wait_until_ready
+from kvferry.harness.launch import free_port, prompt_tokens, start_engine, start_router, stop_servers, wait_until_ready
 
 from .concurrent_flow import ConcurrentHandoffs, bootstrap_address, to_prefill
 from .engine_pool import (
