@@ -42,6 +42,8 @@ class _Described:
 
     number: int
     group: int
+    hashes: "Sequence[ExternalBlockHash]"
+    parent: "ExternalBlockHash | None"
     event: BlockStored
     """Without the tier."""
     tiers: set[str] = field(default_factory=set)
@@ -51,7 +53,7 @@ class _Described:
     @property
     def last(self) -> "tuple[int, ExternalBlockHash]":
         """What names the block's end in the tree of prefixes: the group and the last hash."""
-        return self.group, self.event.block_hashes[-1]
+        return self.group, self.hashes[-1]
 
 
 class BlockEvents:
@@ -131,9 +133,11 @@ class BlockEvents:
         extra = [generate_block_hash_extra_keys(request, at, at + size, 0)[0] for at in range(begin, end, size)]
         lora = request.lora_request
         spec = self._specs[group.index]
+        named = [maybe_convert_block_hash(hashes[at]) for at in ends]
+        parent = maybe_convert_block_hash(hashes[first - 1]) if first else None
         event = BlockStored(
-            block_hashes=[maybe_convert_block_hash(hashes[at]) for at in ends],
-            parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
+            block_hashes=named,
+            parent_block_hash=parent,
             token_ids=list(request.all_token_ids[begin:end]),
             block_size=size,
             lora_id=None if lora is None else lora.adapter_id,
@@ -144,7 +148,7 @@ class BlockEvents:
             kv_cache_spec_kind=get_kv_cache_spec_kind(spec).value,
             kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(spec),
         )
-        return _Described(next(self._numbers), group.index, event)
+        return _Described(next(self._numbers), group.index, named, parent, event)
 
     def _store(self, appeared: Sequence[tuple[_Described, str]]) -> None:
         """Announce blocks, parents before their children; a child without its parent waits for it.
@@ -154,7 +158,7 @@ class BlockEvents:
         to_announce = deque(sorted(appeared, key=lambda each: each[0].number))
         while to_announce:
             described, tier = to_announce.popleft()
-            parent = described.event.parent_block_hash
+            parent = described.parent
             # Most parents in sliding windows are in no tier, so none is waited for.
             waits = self._groups[described.group].shape.kind is not CacheKind.SLIDING_WINDOW
             if parent is not None and waits and (described.group, parent) not in self._announced:
@@ -179,7 +183,7 @@ class BlockEvents:
                 self._announced[described.last] -= 1
                 if not self._announced[described.last]:
                     del self._announced[described.last]
-                hashes.setdefault(described.group, []).extend(reversed(described.event.block_hashes))
+                hashes.setdefault(described.group, []).extend(reversed(described.hashes))
             else:
                 self._forget_orphan(described, tier)
             if not described.tiers:
