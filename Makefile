@@ -52,7 +52,7 @@ test-versions: setup ## vLLM 0.30, 0.31 and 0.32, each in an environment of its 
 	@$(VENV_PYTHON) scripts/test_versions.py $(ARGS)
 
 # One process waits for links that fail, the other one for engines.
-test-hosts: setup ## Transports and engines between two virtual hosts, and faults of their network (as root; about 15 minutes on 2 cores)
+test-hosts: setup ## Transports and engines between two and three virtual hosts, and faults of their network (as root; about 20 minutes on 2 cores)
 	@$(PYTEST) -n 2 --dist loadfile tests/two_hosts $(ARGS)
 
 test-fast: setup ## The tests that need neither vLLM nor Mooncake and are quick (2 minutes on 2 cores)
