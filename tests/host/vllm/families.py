@@ -36,6 +36,7 @@ class Family:
     path: Path
     arguments: Mapping[str, Any]
     is_quantised: bool
+    rounded_prompts: Sequence[list[int]] = tuple(ROUNDED_PROMPTS)
 
     @property
     def is_rounded(self) -> bool:
@@ -50,7 +51,12 @@ class Family:
     @property
     def waves(self) -> list[list[list[int]]]:
         """The prompts: those of a wave are sent at once."""
-        return [[prompt] for prompt in ROUNDED_PROMPTS] if self.is_rounded else [PROMPTS]
+        return [[prompt] for prompt in self.rounded_prompts] if self.is_rounded else [PROMPTS]
+
+    @property
+    def computes_prompts_whole(self) -> bool:
+        """Whether an engine alone computes a rounded prompt in one step: vLLM's CPU build has no chunks with MLA."""
+        return self.is_rounded and "attention_config" in self.arguments
 
     @classmethod
     def of(cls, name: str, models: Path, *, is_quantised: bool = True) -> "Family":
@@ -117,11 +123,11 @@ def transfer_config(connector: str, settings: Mapping[str, Any]) -> dict[str, An
     return {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": dict(settings)}
 
 
-def ask(engine: ForkedEngine, waves: Sequence[Sequence[list[int]]]) -> list[Answer]:
+def ask(engine: ForkedEngine, waves: Sequence[Sequence[list[int]]], max_tokens: int = MAX_TOKENS) -> list[Answer]:
     """Send prompts without a connector's parameters."""
     answers = []
     for prompts in waves:
-        engine.ask(prompts, MAX_TOKENS)
+        engine.ask(prompts, max_tokens)
         answers += engine.answers()
     return answers
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,19 @@ import pytest
 
 from ...matrix_results import Results, results_folder
 from ...small_models.weights import names
-from .families import Family, Place, ask, hand_over, hand_over_at_once, has_states, runs_unquantised, tried
-from .forked_engines import EngineFailed, prepare, running
+from .families import (
+    MAX_TOKENS,
+    STEP,
+    Family,
+    Place,
+    ask,
+    hand_over,
+    hand_over_at_once,
+    has_states,
+    runs_unquantised,
+    tried,
+)
+from .forked_engines import EngineFailed, ForkedEngine, prepare, running
 
 pytestmark = pytest.mark.vllm
 IN_EVERY_RUN = ("DeepSeek-V2-Lite", "Falcon-H1-0.5B-Instruct", "Olmo-3-7B-Instruct")
@@ -86,13 +98,13 @@ def test_a_published_model(name: str, tmp_path: Path, engine_pool: Any) -> None:
     uses, place, expected = Uses(name), Place(tmp_path), list[list[int]]()
     with uses.of("alone"):
         family = Family.of(name, engine_pool.models)
-        expected = alone(family, place)
+        family, expected = alone(family, place)
     besides = []
     if not expected:
         if not runs_unquantised(name):
             return
         family = Family.of(name, engine_pool.models, is_quantised=False)
-        expected, besides = alone(family, place), ["not quantised"]
+        (family, expected), besides = alone(family, place), ["not quantised"]
     by = ["TP 1"] * (family.tp == 1) + besides
     for flow, send in zip(FLOWS, (hand_over, hand_over_at_once), strict=True):
         with uses.of(flow, *by):
@@ -103,18 +115,32 @@ def test_a_published_model(name: str, tmp_path: Path, engine_pool: Any) -> None:
             check_loads(place.loads(f"decode-{flow}"), len(expected))
     with uses.of("offload", *besides):
         with running([keeps := place.keeping(family, "keeps")]):
-            assert [answer.tokens for answer in ask(keeps, family.waves)] == expected
+            assert computed(family, keeps)[1] == expected
         with running([keeps := place.keeping(family, "keeps-again")]):
             assert [answer.tokens for answer in ask(keeps, family.waves)] == expected
         assert keeps.num_loaded > 0
 
 
-def alone(family: Family, place: Place) -> list[list[int]]:
-    """Return the tokens of an engine without a connector."""
+def alone(family: Family, place: Place) -> tuple[Family, list[list[int]]]:
+    """Return :func:`computed` of an engine without a connector."""
     with running([engine := place.engine(family, "alone")]):
-        found = [answer.tokens for answer in ask(engine, family.waves)]
+        family, found = computed(family, engine)
     assert len(set(map(tuple, found))) == len(found), "the tokens do not depend on the prompt"
-    return found
+    return family, found
+
+
+def computed(family: Family, engine: ForkedEngine) -> tuple[Family, list[list[int]]]:
+    """Return the tokens of an engine that loads nothing, and the family with the prompts that it was asked.
+
+    A decode engine computes the last token of a rounded prompt in a step of its own. An engine that computes prompts
+    whole does so only with a token that it has generated: such a prompt ends with one.
+    """
+    if not family.computes_prompts_whole:
+        return family, [answer.tokens for answer in ask(engine, family.waves)]
+    begun = [prompt[:STEP] for prompt in family.rounded_prompts]
+    found = [answer.tokens for answer in ask(engine, [[prompt] for prompt in begun], MAX_TOKENS + 1)]
+    prompts = [[*prompt, tokens[0]] for prompt, tokens in zip(begun, found, strict=True)]
+    return replace(family, rounded_prompts=prompts), [tokens[1:] for tokens in found]
 
 
 def check_loads(loads: list[dict[str, Any]], count: int) -> None:
