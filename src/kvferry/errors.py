@@ -5,7 +5,6 @@ import re
 import shlex
 from collections.abc import Iterable
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, requires
 from typing import Self
 
 
@@ -167,6 +166,8 @@ def install_command(*packages: str) -> str:
     >>> install_command("left-pad")
     'pip install left-pad'
     """
+    from importlib.metadata import PackageNotFoundError, requires  # slow to import, and few see a hint
+
     try:
         required = [entry.partition(";")[0].strip() for entry in requires("kvferry") or ()]
     except PackageNotFoundError:

@@ -1,6 +1,7 @@
 """Scripts, dependencies and links of the repository."""
 
 import ast
+import importlib.metadata
 import os
 import re
 import shlex
@@ -73,7 +74,7 @@ def test_hints_name_no_version_where_kvferry_is_not_installed(monkeypatch: pytes
     def requires(name: str) -> NoReturn:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(errors, "requires", requires)
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
     for packages in packages_of_hints():
         assert shlex.split(errors.install_command(*packages)) == ["pip", "install", *packages]
 
