@@ -232,9 +232,11 @@ class OffloadScheduler:
         self._rule.steps.end(self._clock())
         if self._stack is not None:
             self._count_tiers(self._stack)
+        if self._statistics.is_empty():
+            return None
         taken = OffloadStatistics(data=self._statistics.data)
         self._statistics.reset()
-        return None if taken.is_empty() else taken
+        return taken
 
     def take_events(self) -> Sequence["KVCacheEvent"]:
         """Return the events since the last call: none unless vLLM's configuration asks for events."""

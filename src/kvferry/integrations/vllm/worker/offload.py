@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NOTHING_TO_REPORT = RankReport()
+
 
 class OffloadWorker:
     """One rank. Every method is called in the engine's thread; the copies run on the transfer thread."""
@@ -145,13 +147,17 @@ class OffloadWorker:
 
     def take_report(self) -> RankReport | None:
         """Return what this rank has to report since the last call; None where there is nothing."""
+        if self._report == NOTHING_TO_REPORT:
+            return None
         report, self._report = self._report, RankReport()
-        return None if report == RankReport() else report
+        return report
 
     def take_statistics(self) -> OffloadStatistics | None:
         """Return the statistics since the last call; None where there is no new one."""
+        if self._statistics.is_empty():
+            return None
         statistics, self._statistics = self._statistics, OffloadStatistics()
-        return None if statistics.is_empty() else statistics
+        return statistics
 
     def shutdown(self) -> None:
         """Stop the copies, then unmap the slab; twice is fine. The slab stays mapped where a copy does not end."""
