@@ -17,7 +17,6 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
-from functools import lru_cache
 from typing import Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
@@ -71,7 +70,7 @@ def check_params(config: Any, params: object, request_id: str, num_prompts: int 
             "Send one prompt per request.",
         )
     if params.get("do_remote_prefill"):
-        _check_source(_trust_of(json.dumps(dict(settings), sort_keys=True, default=list)), params, request_id)
+        _check_source(_trust_of(settings), params, request_id)
 
 
 def check_own_prompt(config: Any, params: Any, request: Any) -> None:
@@ -126,16 +125,22 @@ def _check_source(trust: Trust | None, params: Mapping[str, Any], request_id: st
         trust.refuse_numeric(host)
 
 
-@lru_cache(maxsize=1)  # an API server has one engine's settings
-def _trust_of(extra_config: str) -> Trust | None:
-    """Return whom the engine trusts, by its settings in JSON; None where this process cannot read the keys."""
-    settings = parse_settings(json.loads(extra_config))
-    try:
-        return trust_of(settings)
-    except SettingsError as error:
-        # On another host than the engine, for example. The engine checks each request again.
-        logger.warning("kvferry: this API server leaves the check of signatures to its engine: %s", error)
-        return None
+_known: tuple[Mapping[str, Any], Trust | None] | None = None
+"""The settings of the last request's engine, and whom it trusts: an API server has one engine."""
+
+
+def _trust_of(extra_config: Mapping[str, Any]) -> Trust | None:
+    """Return whom the engine with these settings trusts; None where this process cannot read the keys."""
+    global _known
+    if _known is None or _known[0] != extra_config:
+        settings, trust = parse_settings(extra_config), None
+        try:
+            trust = trust_of(settings)
+        except SettingsError as error:
+            # On another host than the engine, for example. The engine checks each request again.
+            logger.warning("kvferry: this API server leaves the check of signatures to its engine: %s", error)
+        _known = dict(extra_config), trust
+    return _known[1]
 
 
 def number_of_prompts(prompt: object) -> int:
