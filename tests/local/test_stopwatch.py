@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from ..no_skips import OF_THE_MACHINE
+from ..small_models.trial import has_amx
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -41,7 +41,7 @@ def test_workers_of_a_benchmarks_engines_import_its_extension(engines: str, tmp_
     assert worker.stdout == "True\n", worker.stderr
 
 
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason=f"{OF_THE_MACHINE}its processor has no AMX")
+@pytest.mark.skipif(not has_amx(), reason=f"{OF_THE_MACHINE}its processor has no AMX")
 def test_a_worker_with_the_stopwatch_may_use_amx(tmp_path: Path) -> None:
     """Linux lets a process use AMX that asks for it: before the stopwatch is there nothing in the worker has asked.
 

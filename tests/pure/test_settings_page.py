@@ -90,8 +90,12 @@ def test_what_is_allowed_is_what_is_checked(name: str, allowed: str, refused: li
             "pool_master 'http://a:1' does not name a master",
         ),
         ({"host_bytes": 1, "loads": "never"}, Reason.INVALID_SETTING, "loads: 'never' is not one of its values"),
-        ({"host_bytes": 1, "load_wait_seconds": 0}, Reason.INVALID_SETTING, "load_wait_seconds: "),
-        ({"host_bytes": 1, "block_size": -16}, Reason.INVALID_SETTING, "block_size: "),
+        (
+            {"host_bytes": 1, "load_wait_seconds": 0},
+            Reason.INVALID_SETTING,
+            "load_wait_seconds: a number > 0.0 is wanted",
+        ),
+        ({"host_bytes": 1, "block_size": -16}, Reason.INVALID_SETTING, "block_size: a whole number >= 0 is wanted"),
     ],
 )
 def test_a_wrong_setting_of_the_offload_connector_is_refused(given: dict[str, Any], reason: Reason, said: str) -> None:

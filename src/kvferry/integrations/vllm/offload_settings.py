@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvferry.errors import Reason, SettingsError, TierError
-from kvferry.integrations.vllm.settings import TransferCores, about, converted
+from kvferry.errors import SettingsError, TierError
+from kvferry.integrations.vllm.settings import TransferCores, about, converted, invalid_setting
 from kvferry.units import parse_bytes
 
 LONGEST_WAIT_SECONDS = 86400
@@ -116,12 +116,12 @@ def parse_offload_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:
                 given[name] = parse_bytes(given[name])
             except ValueError as error:
                 remedy = 'Give a number of bytes, or text such as "8 GiB".'
-                raise SettingsError(Reason.INVALID_SETTING, f"{name} {error}.", remedy) from error
+                raise invalid_setting(f"{name} {error}.", remedy) from error
     settings = converted(given, OffloadSettings)
     for place, size in (("disk_path", "disk_bytes"), ("pool_master", "pool_bytes")):
         if bool(getattr(settings, place)) != bool(getattr(settings, size)):
             told = f"{place} and {size} go together: where the tier is, and how large."
-            raise SettingsError(Reason.INVALID_SETTING, told, "Set both.")
+            raise invalid_setting(told, "Set both.")
     if settings.pool_master:
         from kvferry.tiers.remote_pool import check_master  # most engines have no pool
 

@@ -7,7 +7,7 @@ vLLM offers to delay a request's end until every worker reports it. The engine t
 while blocks are held, and its workers spin on the cores that compute. References in the block pool keep the blocks too,
 and the engine can sleep. :class:`Quarantine` keeps the blocks of failed requests while a peer may still write into
 them: a peer that has vanished or is stopped cannot acknowledge that it writes no more. The request fails at once; only
-its blocks wait. See docs/decisions/fences.md.
+its blocks wait. See docs/decisions/quarantined-blocks.md.
 """
 
 import logging

@@ -192,9 +192,8 @@ class BlockEvents:
             self._events.append(BlockRemoved(block_hashes=gone, group_idx=group, **_place(tier)))
 
     def _forget_orphan(self, described: _Described, tier: str) -> None:
-        parent = described.event.parent_block_hash
-        assert parent is not None, "a block without a parent is announced at once"
-        place = described.group, parent
+        assert described.parent is not None, "a block without a parent is announced at once"
+        place = described.group, described.parent
         self._orphans[place] = [each for each in self._orphans[place] if each != (described, tier)]
         if not self._orphans[place]:
             del self._orphans[place]
