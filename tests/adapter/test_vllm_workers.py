@@ -322,6 +322,9 @@ def test_llm_d_2368_both_engines_log_a_line_per_request_and_rank_and_the_sender_
     [line] = lines(workers.folder / "d.rank0")
     assert line["request_id"] == "r"
     assert line["events"]["committed_at"] > max(line["events"]["announced_at"].values())
+    assert list(line["phases"]) == ["find", "announce", "post", "move", "confirm", "next_step"]
+    assert sum(line["phases"].values()) - line["phases"]["next_step"] == pytest.approx(line["wait_seconds"])
+    assert line["phases"]["next_step"] > 0
     for tp_rank in (0, 1):
         step, sent = sorted(lines(workers.folder / f"p.rank{tp_rank}"), key=lambda line: "write" in line)
         [batch] = sent["events"]["batches"]

@@ -10,12 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import NoReturn
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvferry.errors import HandoffError, KVFerryError, PlanError, Reason, SettingsError, TransportError
 from kvferry.execution import executor as executor_module
 from kvferry.execution.destination import Announcement, AwaitedLoad, SourceRank
-from kvferry.execution.executor import MAX_WAIT_SECONDS, WAIT_SECONDS, Executor, JobResult, Phase
+from kvferry.execution.executor import (
+    MAX_MOVING_WAIT_SECONDS,
+    MAX_WAIT_SECONDS,
+    WAIT_SECONDS,
+    WAIT_SHARE,
+    Executor,
+    JobResult,
+    Phase,
+    seconds_until_next_look,
+)
 from kvferry.execution.source import Write
 from kvferry.handoff.holds import lease_lost
 from kvferry.handoff.messages import WriteKey
@@ -448,7 +460,22 @@ def test_a_load_that_waits_is_not_asked_without_pause(executor: Executor) -> Non
     time.sleep(0.3)
     executor.cancel("waiting", ABORTED)
     collect(executor, 1)
-    assert 2 <= len(asked) <= (asked[-1] - asked[0]) / WAIT_SECONDS + 1
+    gaps = np.diff(asked)
+    assert len(gaps) > 1
+    assert (gaps >= WAIT_SECONDS / 2).all()
+    # A wait is a share of the time since the begin: 1, 1 + 1/8, (1 + 1/8)^2, ... after the first short ones.
+    assert len(asked) <= 1 / WAIT_SHARE + np.log(0.3 / WAIT_SECONDS) / np.log1p(WAIT_SHARE) + 5
+
+
+@given(st.floats(1e-6, 0.1), st.booleans())
+def test_an_end_is_noticed_soon_and_costs_few_looks(seconds: float, is_moving: bool) -> None:
+    now, looks = 0.0, 0
+    while now < seconds:
+        now, looks = now + seconds_until_next_look(now, is_moving=is_moving), looks + 1
+    assert now - seconds <= max(WAIT_SECONDS, min(WAIT_SHARE * seconds, MAX_WAIT_SECONDS))
+    assert now - seconds <= MAX_MOVING_WAIT_SECONDS or not is_moving
+    longest = MAX_MOVING_WAIT_SECONDS if is_moving else MAX_WAIT_SECONDS
+    assert looks <= 1 / WAIT_SHARE + np.log(longest / WAIT_SECONDS) / np.log1p(WAIT_SHARE) + seconds / longest + 2
 
 
 def test_a_load_that_waits_for_long_is_asked_less_often_and_keeps_no_other_waiting(

@@ -22,7 +22,17 @@ from kvferry.execution.destination import Announcer
 from kvferry.execution.executor import JobResult, Phase
 from kvferry.execution.peers import Peers
 from kvferry.handoff.holds import handle_of_transfer
-from kvferry.handoff.messages import Announce, Handle, Noted, Question, Release, WriteFailed, WriteKey, Written
+from kvferry.handoff.messages import (
+    Announce,
+    Handle,
+    Noted,
+    Question,
+    Release,
+    WriteFailed,
+    WriteKey,
+    WriteSeconds,
+    Written,
+)
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import END
 from kvferry.handoff.wire.client import ask
@@ -132,7 +142,7 @@ def test_a_strangers_report_does_not_give_blocks_back_that_the_sender_still_writ
 
 def report(receiver: ReceivingRank, key: WriteKey, kind: str) -> None:
     failed = WriteFailed("aborted", "it is given up.", key=key, source_index=0, may_land=False)
-    landed = Written(key, 0, "of another part", 0, 0, "cma", 0.0)
+    landed = Written(key, 0, "of another part", 0, 0, "cma", WriteSeconds())
     ask(HOST, receiver.answers_at.port, failed if kind == "failed" else landed, SECONDS)
 
 

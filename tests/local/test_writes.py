@@ -797,6 +797,14 @@ def test_events_show_each_span_pushed_while_the_next_is_computed(engines: Pairs)
     ]
     assert times == sorted(times)
     assert computed["step_ended_at"] >= computed["ran_at"]["1"]
+    phases = received["phases"]
+    assert sum(phases.values()) == pytest.approx(received["committed_at"] - received["ordered_at"])
+    assert min(phases.values()) >= 0
+    assert phases["move"] == pytest.approx(result.transfer_seconds)
+    # Two layers of 0.1 s, less the first batch, which moves meanwhile.
+    first_seconds = first["landed_at"] - first["posted_at"]
+    assert phases["post"] == pytest.approx(second["posted_at"] - sent["announced_at"] - first_seconds, abs=0.02)
+    assert phases["post"] > 0.15
     for record in (sent, received, computed):
         assert json.loads(json.dumps(record)) == record
 

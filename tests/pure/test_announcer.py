@@ -28,6 +28,7 @@ from kvferry.handoff.messages import (
     Revoke,
     Revoked,
     WriteFailed,
+    WriteSeconds,
     Written,
     decode_question,
     encode,
@@ -254,7 +255,7 @@ def test_a_fence_waits_for_the_loads_of_other_sources_and_closes_then() -> None:
     assert announcement.registration == 1
     for load in (of_the_living, new):
         assert load.error is None
-    report = Written(of_the_living._key, 1, "part 1", 4, 1, "nixl", 0.1)
+    report = Written(of_the_living._key, 1, "part 1", 4, 1, "nixl", WriteSeconds())
     of_the_living.inbox.put(report)
     sources.advance(of_the_living)
     assert (of_the_living.phase, of_the_living.error) == (Phase.DONE, None)
@@ -278,7 +279,7 @@ def test_a_fence_that_is_asked_for_while_another_drains_follows_it() -> None:
     second.cancel(ABORTED)
     sources.advance(second)
     assert (sources.num_fences, sources.transports.close_former.call_count) == (1, 0)
-    living.inbox.put(Written(living._key, 1, "part 1", 4, 1, "nixl", 0.1))
+    living.inbox.put(Written(living._key, 1, "part 1", 4, 1, "nixl", WriteSeconds()))
     for _ in range(2):
         for load in (living, first, second):
             sources.advance(load)
@@ -613,7 +614,7 @@ def test_a_rank_at_loopback_announces_nothing_to_a_source_on_another_host(
 
 
 def done(load: AwaitedLoad, index: int = 0, transport: str = "nixl") -> Written:
-    return Written(load._key, index, f"part {index}", 512, 3, transport, 0.5)
+    return Written(load._key, index, f"part {index}", 512, 3, transport, WriteSeconds(0.25, 0.5, 0.125))
 
 
 def asked_again(sources: Sources, load: AwaitedLoad) -> Announce:

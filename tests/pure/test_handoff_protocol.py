@@ -42,6 +42,7 @@ from kvferry.handoff.messages import (
     Revoked,
     WriteFailed,
     WriteKey,
+    WriteSeconds,
     Written,
     decode_answer,
     decode_question,
@@ -90,7 +91,7 @@ written = st.builds(
     unsigned,
     unsigned,
     identifiers,
-    lease_seconds,
+    st.builds(WriteSeconds, lease_seconds, lease_seconds, lease_seconds),
     st.binary(max_size=50),
 )
 write_failed = st.builds(WriteFailed, identifiers, texts, key=write_keys, source_index=unsigned, may_land=st.booleans())
@@ -445,7 +446,11 @@ def test_the_epoch_of_the_source_s_engine_is_a_number(epoch: object) -> None:
 
 @pytest.mark.parametrize("over", [True, False])
 def test_an_announcement_that_is_asked_again_is_answered_with_the_report_that_was_lost(over: bool) -> None:
-    report = Written(WriteKey("d/0", 7, 1), 2, "plan", 512, 3, "cma", 0.5, bytes(8)) if over else None
+    report = (
+        Written(WriteKey("d/0", 7, 1), 2, "plan", 512, 3, "cma", WriteSeconds(0.1, 0.5, 0.2), bytes(8))
+        if over
+        else None
+    )
     answer = decode_answer(encode(Announced(1, "cma", report)))
     assert isinstance(answer, Announced)
     assert answer.over == report

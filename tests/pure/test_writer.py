@@ -30,6 +30,7 @@ from kvferry.handoff.messages import (
     Revoked,
     WriteFailed,
     WriteKey,
+    WriteSeconds,
     Written,
 )
 from kvferry.handoff.source import END, MOST_KEPT_TEXT, BlockList, Part, Prompt, announced_blocks
@@ -189,6 +190,25 @@ def test_a_write_that_has_landed_is_reported_by_the_index_of_this_rank() -> None
     assert isinstance(report, Written)
     assert (report.key, report.source_index, report.digest) == (KEY, 1, ANNOUNCEMENT.digest)
     assert (report.num_bytes, report.transport) == (transfer.num_bytes, "cma")
+
+
+def test_a_report_says_where_the_time_of_the_write_went(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(source_module.time, "monotonic", lambda: now)
+    source = Source()
+    job = source.announce()
+    now += 4
+    source.compute()
+    assert advance(job)
+    [transfer] = source.wire.transfers
+    now += 2
+    transfer.status = Status.DONE
+    assert advance(job)
+    now += 1
+    assert advance(job)
+    [report] = source.reports
+    assert isinstance(report, Written)
+    assert report.seconds == WriteSeconds(post=4, move=2, confirm=1)
 
 
 # Revocations.
@@ -424,7 +444,7 @@ def test_reports_that_are_kept_are_bounded_by_number_and_by_bytes(monkeypatch: p
     writer = Source().writer
     for number, num_bytes in enumerate((10, 10, 10, 10, 90, 40)):
         key = msgspec.structs.replace(KEY, number=number)
-        writer._keep(Written(key, 1, "part", 1, 1, "cma", 0.1, bytes(num_bytes)))
+        writer._keep(Written(key, 1, "part", 1, 1, "cma", WriteSeconds(), bytes(num_bytes)))
         kept = [report.key.number for report in writer._reports.values()]
         expected = [[0], [0, 1], [0, 1, 2], [1, 2, 3], [3, 4], [5]][number]
         assert (kept, writer._num_report_bytes <= 100) == (expected, True)

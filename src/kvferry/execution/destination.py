@@ -513,7 +513,7 @@ class AwaitedLoad:
             num_sources=len(self._sources),
             transport=",".join(sorted({event.transport for event in committed})),
             wait_seconds=finished_at - self._created_at,
-            transfer_seconds=max((event.transfer_seconds for event in committed), default=0.0),
+            transfer_seconds=max((event.seconds.move for event in committed), default=0.0),
             num_compared_bytes=self._num_compared_bytes,
             compare_seconds=self._compare_seconds,
             events=self._events(finished_at) if self._announcer.keeps_events else None,
@@ -573,13 +573,34 @@ class AwaitedLoad:
             self.fenced(_fenced(where))
 
     def _events(self, finished_at: float) -> dict[str, Any]:
-        """Return when each source, by index, got its announcement and reported "done", and the time of the commit."""
+        """Return when each source, by index, got its announcement and reported "done", the time of the commit, and the
+        seconds of each phase.
+        """
         return {
             "clock": clock(),
             "ordered_at": self._created_at,
             "announced_at": {str(index): announced_at for index, announced_at in self._announced_at.items()},
             "done_at": {str(index): done_at for index, done_at in self._done_at.items()},
             "committed_at": finished_at if self.error is None else None,
+            "phases": self._phases(finished_at) if self.error is None else None,
+        }
+
+    def _phases(self, committed_at: float) -> dict[str, float]:
+        """Return the seconds of each phase, of the source that was done last; together they are those of the load.
+
+        The source's own clock says how long its phases took; ``announce`` is what is left of the time between
+        announcement and "done": the way there and back.
+        """
+        if not self._done_at:
+            return {"find": committed_at - self._created_at}
+        last = max(self._done_at, key=self._done_at.__getitem__)
+        announced_at, done_at, source = self._announced_at[last], self._done_at[last], self._written[last].seconds
+        return {
+            "find": announced_at - self._created_at,
+            "announce": done_at - announced_at - (source.post + source.move + source.confirm),
+            "post": source.post,
+            "move": source.move,
+            "confirm": source.confirm + committed_at - done_at,
         }
 
     def _prepare(self, now: float) -> bool:

@@ -38,6 +38,7 @@ from kvferry.handoff.messages import (
     Revoked,
     WriteFailed,
     WriteKey,
+    WriteSeconds,
     Written,
 )
 from kvferry.handoff.source import Batch, Part, Prompt, SourceWrites, WriteRequest, no_longer_held
@@ -80,8 +81,8 @@ MAX_BATCHES = 1024
 """Batches kept of one write's events; later ones are only counted."""
 MAX_PAGE_WRITES = 16
 """How often a write sends the page in which its prompt ends again, since the engine generates on and changes it."""
-Report = Callable[[JobResult, bool], None]
-"""Tells the destination how the write ended, and whether bytes of it may still land."""
+Report = Callable[[JobResult, WriteSeconds, bool], None]
+"""Tells the destination how the write ended, where its time went, and whether bytes of it may still land."""
 Preemptions = Mapping[str, tuple[int, int]]
 """How often each prompt was preempted, and the engine reset."""
 
@@ -313,9 +314,9 @@ class Write:
         self._link: Link | None = None
         self._transfer: Transfer | None = None
         self._created_at = time.monotonic()
-        self._submitted_at = 0.0
+        self._submitted_at = self._moved_at = 0.0
         self._is_writing = False
-        self._transfer_seconds = 0.0
+        self._move_seconds = 0.0
         self._num_bytes = self._num_descriptors = self._num_page_writes = 0
 
     def advance(self, now: float) -> bool:
@@ -355,7 +356,7 @@ class Write:
             num_sources=1,
             transport="" if self._link is None else self._link.name,
             wait_seconds=finished_at - self._created_at,
-            transfer_seconds=self._transfer_seconds,
+            transfer_seconds=self._move_seconds,
             num_compared_bytes=0 if self._digests is None else self._digests.num_bytes,
             compare_seconds=0.0 if self._digests is None else self._digests.seconds,
             events=None if self._events is None else self._events.as_dict(),
@@ -389,7 +390,8 @@ class Write:
             _ = link.transport.cancel(transfer) if is_stopping else link.transport.poll(transfer)
         if transfer.status is not Status.PENDING and self._is_writing:
             self._is_writing = False
-            self._transfer_seconds += time.monotonic() - self._submitted_at
+            self._moved_at = time.monotonic()
+            self._move_seconds += self._moved_at - self._submitted_at
         if is_stopping:
             self.phase = Phase.STOPPING
             self.given_up_at = self.given_up_at or time.monotonic()
@@ -434,8 +436,14 @@ class Write:
             return False
         self.error = outcome.error
         self.phase = Phase.DONE
-        self._report(self.result(time.monotonic()), outcome.may_land)
+        now = time.monotonic()
+        self._report(self.result(now), self._seconds(now), outcome.may_land)
         return True
+
+    def _seconds(self, now: float) -> WriteSeconds:
+        """Return where the time went, up to now."""
+        moved_at = self._moved_at or now
+        return WriteSeconds(moved_at - self._created_at - self._move_seconds, self._move_seconds, now - moved_at)
 
 
 def _never_rests(key: WriteKey) -> HandoffError:
@@ -806,6 +814,7 @@ class Writer:
         destination: DestinationRank,
         digests: WrittenDigests | None,
         result: JobResult,
+        seconds: WriteSeconds,
         may_land: bool,
     ) -> None:
         key, error = request.key, result.error
@@ -818,9 +827,9 @@ class Writer:
         index, where = destination.source_index, destination.answers_at
         report: Written | WriteFailed
         if error is None:
-            done = result.num_bytes, result.num_descriptors, result.transport, result.transfer_seconds
+            moved = result.num_bytes, result.num_descriptors, result.transport
             encoded = b"" if digests is None else digests.encoded()
-            report = Written(key, index, part.digest, *done, encoded)
+            report = Written(key, index, part.digest, *moved, seconds, encoded)
         else:
             report = WriteFailed.of(error, key=key, source_index=index, may_land=may_land)
         with self._lock:

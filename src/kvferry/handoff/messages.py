@@ -47,6 +47,7 @@ Digests = Literal["off", "sample", "full"]
 AdapterDigest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z", max_length=32)]
 """A digest in a peer's message or in a request's parameters, empty for none. It goes into log lines."""
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_LEASE_SECONDS)]
 
 
 class Handle(msgspec.Struct, frozen=True, order=True):
@@ -264,7 +265,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce", tag_field="type"):
     seconds: LeaseSeconds
     integrity: Digests
     adapter: AdapterDigest
-    late_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_LEASE_SECONDS)]
+    late_seconds: Seconds
 
 
 class Revoke(msgspec.Struct, frozen=True, tag="revoke", tag_field="type"):
@@ -286,12 +287,23 @@ class Revoked(msgspec.Struct, frozen=True, tag="revoked", tag_field="type"):
     may_land: bool = False
 
 
+class WriteSeconds(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where the time of a write went at its source, from the announcement to the report.
+
+    ``post`` is the time without a transfer: until the prompt is computed and the rank connected, and between batches.
+    ``move`` is that of the transfers, ``confirm`` the rest, after the last of them.
+    """
+
+    post: Seconds = 0.0
+    move: Seconds = 0.0
+    confirm: Seconds = 0.0
+
+
 class Written(msgspec.Struct, frozen=True, tag="written", tag_field="type"):
     """A source reports that its whole part has landed; ``digest`` is that of the announcement.
 
     ``digests`` are those of the bytes that the announcement asks for, 8 bytes each (see
-    :mod:`kvferry.execution.digests`). The other fields are for the destination's log: bytes, descriptors, transport and
-    seconds of transfer.
+    :mod:`kvferry.execution.digests`). The other fields are for the destination's log.
     """
 
     key: WriteKey
@@ -300,7 +312,7 @@ class Written(msgspec.Struct, frozen=True, tag="written", tag_field="type"):
     num_bytes: Unsigned
     num_descriptors: Unsigned
     transport: Text
-    transfer_seconds: Annotated[float, msgspec.Meta(ge=0)]
+    seconds: WriteSeconds
     digests: Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)] = b""
 
 

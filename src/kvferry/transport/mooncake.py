@@ -250,7 +250,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
     _connection_type = MooncakeConnection
     capabilities = Capabilities(name="mooncake", cancel_is_immediate=False, close_ends_writes=True)
     _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
-    _slice_bytes = MAX_BYTES_PER_SLICE
+    _slice_bytes = _device_slice_bytes = MAX_BYTES_PER_SLICE
 
     def __init__(self, addresses_of: AddressesOf = any_addresses) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
 """NIXL (UCX back end): memory of hosts and CUDA devices over shared memory, TCP, RDMA or NVLink, between any two hosts.
 
-NIXL cannot revoke a posted transfer, and posting on a warm shared-memory end point blocks for the copy. So a transfer
+NIXL cannot revoke a posted transfer, and posting on a warm shared-memory end point blocks for the copy. So host memory
 is posted in slices that are small enough for every call to return soon, and a cancelled or failed transfer stays
-``PENDING`` until every posted slice has ended.
+``PENDING`` until every posted slice has ended. To ask for the state of a request makes UCX go on: no slice waits for
+NIXL's own thread.
 
 NIXL knows memory by its type, the number of its device, and its address. A region's number is that of its process: CUDA
 counts the devices that the process sees.
@@ -56,7 +57,11 @@ logger = logging.getLogger(__name__)
 PROGRESS_DELAY_MICROSECONDS = 1000  # with 0, the Python wrapper's value, NIXL's progress thread occupies a core
 MAX_DESCRIPTORS_PER_SLICE = 512
 MAX_BYTES_PER_SLICE = 8 << 20
+MAX_DEVICE_BYTES_PER_SLICE = 256 << 20
+"""To post a slice takes some 60 us, in which an H200 copies half as much within itself."""
 MAX_SLICES_IN_FLIGHT = 8
+MAX_DEVICE_SLICES_IN_FLIGHT = 4
+"""Where UCX finds no way but TCP between the devices, these are a second's bytes, which cannot be revoked."""
 SILENCE_SECONDS = 30
 """How long a host may leave what it was sent over TCP unacknowledged before its transfers fail: without a bound they
 wait for a host that has vanished as long as the kernel repeats packets, a quarter of an hour. A transfer that only
@@ -312,6 +317,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
     _connection_type = NixlConnection
     _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
     _slice_bytes = MAX_BYTES_PER_SLICE
+    _device_slice_bytes = MAX_DEVICE_BYTES_PER_SLICE
 
     def __init__(self, devices: str = LOOPBACK_DEVICE) -> None:
         super().__init__()
@@ -478,7 +484,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         )
 
     def _has_room(self, transfer: NixlTransfer) -> bool:
-        return len(transfer.running) < MAX_SLICES_IN_FLIGHT
+        return len(transfer.running) < (MAX_DEVICE_SLICES_IN_FLIGHT if transfer.is_of_devices else MAX_SLICES_IN_FLIGHT)
 
     def _post(self, transfer: NixlTransfer, descriptors: Descriptors) -> None:
         assert isinstance(transfer.peer, NixlPeer)

@@ -1,9 +1,10 @@
 """Transfers in slices, for libraries that cannot revoke a posted transfer: NIXL and Mooncake.
 
-A slice is small, so that each call returns soon, and has one local and one remote device: NIXL takes descriptors of one
-type of memory on each side. A cancelled or failed transfer posts no more slices and stays
-``PENDING`` until every posted slice has ended. A connection ends in time even if its peer never answers, since the
-nonce that a connection reads lands in memory of the transport.
+A slice of host memory is small, so that each call returns soon: the call itself copies. A device copies by itself:
+there slices are large, and all that have room are posted at once, so that the device never waits for the next one. A
+slice has one local and one remote device: NIXL takes descriptors of one type of memory on each side. A cancelled or
+failed transfer posts no more slices and stays ``PENDING`` until every posted slice has ended. A connection ends in time
+even if its peer never answers, since the nonce that a connection reads lands in memory of the transport.
 """
 
 import time
@@ -16,6 +17,7 @@ import numpy as np
 
 from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, TransportError
+from kvferry.layout.shard import HOST_DEVICE
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer
 from kvferry.transport.registered_memory import RegisteredMemoryTransport, Sides
 
@@ -27,6 +29,8 @@ class SlicedTransfer(Transfer):
     may_land: bool = False
     descriptors: Descriptors = field(kw_only=True)
     bounds: list[int] = field(kw_only=True)
+    is_of_devices: bool = False
+    """Whether all memory of both sides is of devices."""
     next_slice: int = 0
     running: Sized = ()
     """The posted slices that have not ended."""
@@ -80,25 +84,30 @@ AnyConnection = TypeVar("AnyConnection", bound=Connection)
 
 
 class SlicedTransport(RegisteredMemoryTransport, Generic[AnyTransfer, AnyConnection]):
-    """Polls and cancels transfers in slices of up to ``_slice_descriptors`` and less than twice ``_slice_bytes``."""
+    """Polls and cancels transfers in slices of up to ``_slice_descriptors`` and less than twice ``_slice_bytes``, or
+    ``_device_slice_bytes`` where all memory of both sides is of devices.
+    """
 
     _transfer_type: type[AnyTransfer]
     _connection_type: type[AnyConnection]
     _slice_descriptors: int
     _slice_bytes: int
+    _device_slice_bytes: int
 
     def __init__(self) -> None:
         super().__init__()
         self._connections: set[AnyConnection] = set()
 
     def _advance(self, transfer: Transfer) -> Status:
-        """Collect ended slices and post at most one more."""
+        """Collect ended slices and post one more; of devices all that have room."""
         if isinstance(transfer, self._connection_type):
             return self._poll_connection(transfer)
         assert isinstance(transfer, self._transfer_type)
         self._reap(transfer)
-        if transfer.has_more and self._has_room(transfer):
+        while transfer.has_more and self._has_room(transfer):
             self._post(transfer, transfer.take_slice())
+            if not transfer.is_of_devices:
+                break
         return transfer.settle()
 
     def cancel(self, transfer: Transfer) -> Status:
@@ -114,10 +123,18 @@ class SlicedTransport(RegisteredMemoryTransport, Generic[AnyTransfer, AnyConnect
         return self.poll(transfer)
 
     def _queue(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> AnyTransfer:
-        split, cuts = self._by_devices(peer, direction, split_long(descriptors, self._slice_bytes))
-        bounds = slice_bounds(split[:, 2], self._slice_descriptors, self._slice_bytes, cuts)
-        num_bytes = int(descriptors[:, 2].sum())
-        return self._transfer_type(peer, direction, len(descriptors), num_bytes, descriptors=split, bounds=bounds)
+        is_of_devices = HOST_DEVICE not in {*self._local.devices, *peer.regions.devices}
+        slice_bytes = self._device_slice_bytes if is_of_devices else self._slice_bytes
+        split, cuts = self._by_devices(peer, direction, split_long(descriptors, slice_bytes))
+        return self._transfer_type(
+            peer,
+            direction,
+            len(descriptors),
+            int(descriptors[:, 2].sum()),
+            descriptors=split,
+            bounds=slice_bounds(split[:, 2], self._slice_descriptors, slice_bytes, cuts),
+            is_of_devices=is_of_devices,
+        )
 
     def _by_devices(
         self, peer: Peer, direction: Direction, descriptors: Descriptors

@@ -1,6 +1,7 @@
 """A worker's records of its jobs: metrics for vLLM's log line and Prometheus, and a log with a line for each job."""
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TextIO
@@ -259,6 +260,9 @@ class TransferLog:
             "sources": result.num_sources,
             "wait_seconds": result.wait_seconds,
         }
+        if result.events is not None and result.events["phases"] is not None:
+            next_step = time.monotonic() - result.events["committed_at"]
+            line["phases"] = {**result.events["phases"], "next_step": next_step}
         self._append(line | self._outcome(result))
 
     def write_one(self, result: JobResult) -> None:
