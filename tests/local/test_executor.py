@@ -21,6 +21,7 @@ from kvferry.execution.destination import Announcement, AwaitedLoad, SourceRank
 from kvferry.execution.executor import (
     MAX_MOVING_WAIT_SECONDS,
     MAX_WAIT_SECONDS,
+    SWITCH_SECONDS,
     WAIT_SECONDS,
     WAIT_SHARE,
     Executor,
@@ -452,6 +453,17 @@ def test_an_idle_executor_uses_no_processor_and_closes_at_once(executor: Executo
     assert time.clock_gettime(clock) - before < 0.01
     executor.close()
     assert not executor._thread.is_alive()
+
+
+def test_the_transfer_thread_gets_the_interpreter_soon_beside_a_thread_that_computes() -> None:
+    before = sys.getswitchinterval()
+    try:
+        for interval in (0.005, 0.0001):
+            sys.setswitchinterval(interval)
+            Executor().close()
+            assert sys.getswitchinterval() == pytest.approx(min(interval, SWITCH_SECONDS), abs=2e-6)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_load_that_waits_is_not_asked_without_pause(executor: Executor) -> None:

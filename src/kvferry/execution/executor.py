@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +27,9 @@ MAX_MOVING_WAIT_SECONDS = 0.0005
 """Longest time between two looks at running transfers."""
 MAX_WAIT_SECONDS = 0.01
 """Longest time between two looks at jobs that wait for no transfer, but for a handshake, for example."""
+SWITCH_SECONDS = 0.0005
+"""How long a thread that computes in Python may keep the interpreter from the threads that wait for it. A load passes
+through four such threads, and with Python's 5 ms each of them waits for so long beside a step."""
 _PR_SET_TIMERSLACK = 29
 QUIET_SECONDS = 10.0
 """How long the transfers of a job that was given up may take to end before the job is reported."""
@@ -113,6 +117,8 @@ class Executor:
     the jobs. Whenever the set of jobs changes that were given up :data:`QUIET_SECONDS` ago and whose transfers have not
     ended, the thread calls ``report_still_writing`` with their ids. Raises :class:`SettingsError` (invalid-setting)
     where the thread cannot run on ``cores``.
+
+    All threads of the process switch within :data:`SWITCH_SECONDS` from now on.
     """
 
     def __init__(
@@ -121,6 +127,7 @@ class Executor:
         order: DeviceOrder = HOST,
         report_still_writing: Callable[[frozenset[str]], None] = lambda _: None,
     ) -> None:
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._order = order
         self._cores = set(cores)
         # Jobs and changes share one queue, so that a cancellation never overtakes its job.
