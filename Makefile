@@ -59,7 +59,7 @@ test-fast: setup ## The tests that need neither vLLM nor Mooncake and are quick 
 	@$(PYTEST) -n 4 --dist worksteal tests/pure tests/local src -m "not vllm and not mooncake and not slow" \
 	  --ignore=src/kvferry/integrations $(ARGS)
 
-# Exit code 2 without a GPU: then it prints what would run. Nothing of it has run on a GPU yet. Set-up installs vLLM for a CPU.
+# Exit code 2 without a GPU: then it prints what would run. Set-up installs vLLM for a CPU.
 test-gpu: $(if $(GPU_PYTHON),,setup) ## Everything that awaits a GPU; GPU_PYTHON=python of an environment for GPUs, JSON=FILE for the results
 	@$(or $(GPU_PYTHON),$(VENV_PYTHON)) scripts/gpu_tests.py $(if $(JSON),--json $(JSON)) $(ARGS)
 
