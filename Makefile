@@ -14,7 +14,7 @@ IN_TWO_PROCESSES := -n 2 --dist worksteal
 SECOND_CHANCE := $(if $(CI),--reruns 1 -rR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix test-models test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-deploy lint bench clean
+.PHONY: help setup demo test test-matrix test-models test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-deploy docs lint bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -87,6 +87,9 @@ check-package: setup ## The wheel in fresh environments: alone on Python 3.11 to
 
 check-deploy: setup ## docs/deploy: by the schemas of Compose and Kubernetes, and by systemd (about a minute at first)
 	@$(VENV_PYTHON) scripts/check_deploy.py
+
+docs: setup ## The site of README.md and docs/ in build/site, every link checked (170 MB in build/docs-environment at first)
+	@$(VENV_PYTHON) scripts/build_docs.py
 
 bench: setup ## The plan and transport benchmarks, against measured roofs
 	@$(VENV_PYTHON) benchmarks/plan.py

