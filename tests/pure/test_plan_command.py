@@ -8,7 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvferry.cli.plan import Blocks, make_report, parse_engine, plan
+from kvferry.cli.plan import plan
+from kvferry.cli.plan_report import Blocks, make_report, parse_engine
 from kvferry.errors import KVFerryError, Reason
 from kvferry.models.config import MAX_CONFIG_BYTES
 from kvferry.models.families import caches_of
