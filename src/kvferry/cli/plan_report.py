@@ -1,19 +1,20 @@
 """What ``kvferry plan`` finds out: the descriptors between two engines, and their proofs."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import numpy as np
 
 from kvferry.arrays import Descriptors
 from kvferry.cli.console import Announce
-from kvferry.errors import Reason, SettingsError, VerificationError, did_you_mean
+from kvferry.errors import PlanError, Reason, SettingsError, VerificationError, did_you_mean
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.layout.shard import CacheKind, Shard
+from kvferry.layout.shard import CacheKind, HeadRange, Shard
 from kvferry.models.families import ModelCaches, layer_of
 from kvferry.models.groups import (
     AttentionCache,
@@ -26,7 +27,8 @@ from kvferry.models.groups import (
     resolve_block_size,
     split_layers,
 )
-from kvferry.plan.planner import NOTHING, PairPlan, Planner
+from kvferry.plan.match import canonical, common
+from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Planner
 from kvferry.plan.proof import verify_destination, verify_pair
 from kvferry.plan.request import GroupBlocks, first_token_to_move
 from kvferry.transport.null import NullTransport
@@ -75,12 +77,12 @@ class Engine:
         found = []
         if self.layout is not self.wanted.layout:
             found.append(
-                f"{self.name}: layout {self.wanted.layout} is refused: pages of states and of attention differ in "
+                f"layout {self.wanted.layout} is refused: pages of states and of attention differ in "
                 f"shape, and each must be contiguous. Planned with {self.layout}, the nearest possible layout."
             )
         if self.block_size != self.wanted.block_size:
             found.append(
-                f"{self.name}: attention blocks have {self.block_size} tokens instead of {self.wanted.block_size}, so "
+                f"attention blocks have {self.block_size} tokens instead of {self.wanted.block_size}, so "
                 f"that a page of {self.page_bytes} bytes holds a state at TP {self.wanted.tp}."
             )
         return found
@@ -174,9 +176,15 @@ class Summary:
 
 @dataclass(frozen=True, eq=False)
 class PairReport:
-    """The descriptors from one prefill rank to one decode rank, in total and by cache group."""
+    """The descriptors from one prefill rank to one decode rank, in total and by cache group.
+
+    ``per_layer`` is the plan between the same ranks in per-layer layouts, ``per_layer_groups`` its number of
+    descriptors by cache group; None and empty where these are too many to count.
+    """
 
     pair: PairPlan
+    per_layer: PairPlan | None
+    per_layer_groups: Mapping[str, int]
     decode_rank: int
     descriptors: Descriptors
     summary: Summary
@@ -186,22 +194,76 @@ class PairReport:
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
         ranks = {"prefill_rank": self.pair.assignment.source_index, "decode_rank": self.decode_rank}
-        groups = [{"group": name, **summary.as_json()} for name, summary in self.groups]
+        groups = [
+            {"group": name, **summary.as_json(), "per_layer_descriptors": self.per_layer_groups.get(name)}
+            for name, summary in self.groups
+        ]
         return {**ranks, **self.summary.as_json(), "verified": not self.failure, "groups": groups}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects each rank: ``bandwidth`` in bytes per second, and the seconds that each descriptor adds."""
+
+    bandwidth: float
+    seconds_per_descriptor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Heads that equally many ranks of each engine hold, and how many times their bytes are sent.
+
+    >>> print(Replicas(("mla",), "latent", (HeadRange(0, 1),), num_prefill_ranks=4, num_decode_ranks=2, times_sent=2))
+    latent heads 0:1 of mla: on 4 prefill ranks, one of which sends to each receiver; on 2 decode ranks, so sent 2 times
+    """
+
+    groups: tuple[str, ...]
+    component: str
+    heads: tuple[HeadRange, ...]
+    num_prefill_ranks: int
+    num_decode_ranks: int
+    times_sent: int
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks of an engine hold these heads."""
+        return self.num_prefill_ranks > 1 or self.num_decode_ranks > 1
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values; ``heads`` are (first, end)."""
+        return {**asdict(self), "heads": [(head.start, head.end) for head in self.heads]}
+
+    def __str__(self) -> str:
+        heads = ", ".join(map(repr, self.heads))
+        senders = "1 prefill rank" if self.num_prefill_ranks == 1 else f"{self.num_prefill_ranks} prefill ranks"
+        receivers = "1 decode rank" if self.num_decode_ranks == 1 else f"{self.num_decode_ranks} decode ranks"
+        chosen = ", one of which sends to each receiver" if self.num_prefill_ranks > 1 else ""
+        sent = "once" if self.times_sent == 1 else f"{self.times_sent} times"
+        return (
+            f"{self.component} heads {heads} of {name_groups(self.groups)}: on {senders}{chosen}; "
+            f"on {receivers}, so sent {sent}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class PlanReport:
-    """All pairs of ranks, and the failures of their proofs. ``origin``: where the shapes of the caches come from."""
+    """All pairs of ranks, and the failures of their proofs. ``origin``: where the shapes of the caches come from.
+
+    ``uncounted`` says why the descriptors of per-layer layouts were not counted; empty where they were.
+    """
 
     origin: str
+    tokens: int
     prefill: Engine
     decode: Engine
     sources: tuple[Shard, ...]
+    destinations: tuple[Shard, ...]
     requests: tuple[GroupBlocks, ...]
     selector: int
     pairs: tuple[PairReport, ...]
     failures: tuple[str, ...]
+    uncounted: str
+    link: Link | None
 
     @property
     def descriptors(self) -> int:
@@ -214,9 +276,81 @@ class PlanReport:
         return sum(pair.summary.bytes for pair in self.pairs)
 
     @property
+    def bytes_per_token(self) -> float:
+        """The bytes of all pairs, divided by the tokens of the request."""
+        return self.bytes / self.tokens
+
+    @property
+    def per_layer_descriptors(self) -> int | None:
+        """The number of descriptors of all pairs in per-layer layouts; None where they were not counted."""
+        if self.uncounted:
+            return None
+        return sum(number for pair in self.pairs for number in pair.per_layer_groups.values())
+
+    @property
+    def seconds(self) -> float | None:
+        """The predicted time of the busiest rank; None without a link."""
+        return self._seconds([pair.summary.descriptors for pair in self.pairs])
+
+    @property
+    def per_layer_seconds(self) -> float | None:
+        """The same in per-layer layouts; None also where their descriptors were not counted."""
+        return None if self.uncounted else self._seconds([sum(pair.per_layer_groups.values()) for pair in self.pairs])
+
+    def _seconds(self, descriptors: Sequence[int]) -> float | None:
+        """Return the time of the busiest rank, given the descriptors of each pair: the sender submits them."""
+        if self.link is None:
+            return None
+        busy: defaultdict[tuple[str, int], float] = defaultdict(float)
+        for pair, number in zip(self.pairs, descriptors, strict=True):
+            moving = pair.summary.bytes / self.link.bandwidth
+            busy["prefill", pair.pair.assignment.source_index] += moving + number * self.link.seconds_per_descriptor
+            busy["decode", pair.decode_rank] += moving
+        return max(busy.values(), default=0.0)
+
+    @cached_property
+    def replicas(self) -> tuple[Replicas, ...]:
+        """All heads, by the number of ranks that hold them."""
+        found: dict[tuple[str, tuple[int, int, int]], dict[str, set[HeadRange]]] = {}
+        for group in self.prefill.groups:
+            for component, head, counts in self._held(group.name):
+                found.setdefault((component, counts), {}).setdefault(group.name, set()).add(head)
+        alike: dict[tuple[str, tuple[HeadRange, ...], tuple[int, int, int]], list[str]] = {}
+        for (component, counts), groups in found.items():
+            for name, heads in groups.items():
+                alike.setdefault((component, canonical(list(heads)), counts), []).append(name)
+        return tuple(
+            Replicas(tuple(names), component, heads, *counts) for (component, heads, counts), names in alike.items()
+        )
+
+    def _held(self, name: str) -> Iterator[tuple[str, HeadRange, tuple[int, int, int]]]:
+        """Yield for each component, stretch of heads and pair of stages of a group how many ranks hold and send it."""
+        sides = [
+            [group for shard in shards if (group := shard.group(name))] for shards in (self.sources, self.destinations)
+        ]
+        sent = [(plan.destination_group.layers & plan.source_group.layers, plan.heads) for plan in self._plans(name)]
+        stages = itertools.product(*({group.layers for group in side} for side in sides))
+        for first, second in ((first, second) for first, second in stages if first & second):
+            layer = min(first & second)
+            for component in (each.name for each in sides[0][0].components if not each.is_padding):
+                held = [[group.component(component).heads for group in side if layer in group.layers] for side in sides]
+                moved = [heads[component] for layers, heads in sent if layer in layers and component in heads]
+                for head in cut_heads([heads for each in (*held, moved) for heads in each]):
+                    counts = [sum(bool(common(heads, [head])) for heads in each) for each in (*held, moved)]
+                    yield component, head, (counts[0], counts[1], counts[2])
+
+    def _plans(self, name: str) -> list[GroupPlan]:
+        return [plan for pair in self.pairs if (plan := pair.pair.groups.get(name))]
+
+    @property
     def notes(self) -> list[str]:
         """A sentence about each value that the model changes."""
-        return self.prefill.notes() + self.decode.notes()
+        found: dict[str, list[str]] = {}
+        for engine in (self.prefill, self.decode):
+            for note in engine.notes():
+                found.setdefault(note, []).append(engine.name)
+        changed = [f"{' and '.join(engines)}: {note}" for note, engines in found.items()]
+        return changed + [self.uncounted] * bool(self.uncounted)
 
     @property
     def verified(self) -> bool:
@@ -228,6 +362,13 @@ class PlanReport:
         return {
             "descriptors": self.descriptors,
             "bytes": self.bytes,
+            "bytes_per_token": self.bytes_per_token,
+            "per_layer": {
+                "layouts": {engine.name: engine.layout.per_layer.value for engine in (self.prefill, self.decode)},
+                "descriptors": self.per_layer_descriptors,
+            },
+            "predicted": None if self.link is None else self._predicted(self.link),
+            "replicas": [each.as_json() for each in self.replicas],
             "verified": self.verified,
             "shapes": self.origin,
             "failures": list(self.failures),
@@ -236,6 +377,10 @@ class PlanReport:
             "engines": {engine.name: engine.as_json() for engine in (self.prefill, self.decode)},
             "pairs": [pair.as_json() for pair in self.pairs],
         }
+
+    def _predicted(self, link: Link) -> dict[str, Any]:
+        link_json = {"bandwidth": link.bandwidth, "seconds_per_descriptor": link.seconds_per_descriptor}
+        return {**link_json, "seconds": self.seconds, "per_layer_seconds": self.per_layer_seconds}
 
 
 def _group_json(group: LayerGroup, request: GroupBlocks) -> dict[str, Any]:
@@ -248,6 +393,47 @@ def _group_json(group: LayerGroup, request: GroupBlocks) -> dict[str, Any]:
     holds = {"group": group.name, "kind": group.kind.value, "window": cache.window}
     tokens = {"first_token": request.first_token, "last_token": request.last_token}
     return {**holds, **sizes, "layers": list(group.layers), **tokens}
+
+
+def cut_heads(held: Iterable[Sequence[HeadRange]]) -> list[HeadRange]:
+    """Return the longest ranges that lie wholly inside or outside each of the given sets of heads.
+
+    >>> cut_heads([[HeadRange(0, 8)], [HeadRange(0, 4)], [HeadRange(2, 6)]])
+    [0:2, 2:4, 4:6, 6:8]
+    """
+    distinct = {head for heads in held for head in heads}
+    bounds = sorted({bound for head in distinct for bound in (head.start, head.end)})
+    cut = itertools.starmap(HeadRange, itertools.pairwise(bounds))
+    return [piece for piece in cut if any(head.start <= piece.start < head.end for head in distinct)]
+
+
+def name_groups(names: Iterable[str]) -> str:
+    """Return names of cache groups, numbered ones as ranges.
+
+    >>> name_groups(["state-0", "state-1", "state-2", "full", "sliding-window-3"])
+    'state-0 to state-2, full, sliding-window-3'
+    """
+    stretches: list[list[str]] = []
+    for name in names:
+        stem, dash, number = name.rpartition("-")
+        follows = dash and number.isdecimal() and stretches and stretches[-1][-1] == f"{stem}-{int(number) - 1}"
+        stretches[-1].append(name) if follows else stretches.append([name])
+    return ", ".join(each[0] if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in stretches)
+
+
+def spans(numbers: Iterable[str]) -> str:
+    """Return the numbers of layers as ranges.
+
+    >>> spans(["0", "1", "2", "5", "7", "8"])
+    '0-2 5 7-8'
+    """
+    ranges: list[list[int]] = []
+    for number in sorted(set(map(layer_of, numbers))):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return " ".join(f"{first}-{last}" if first != last else str(first) for first, last in ranges)
 
 
 def engine_of(name: str, shape: EngineShape, caches: ModelCaches) -> Engine:
@@ -303,6 +489,20 @@ def parse_engine(option: str, text: str, block_size: int) -> EngineShape:
     return EngineShape(tp, NamedLayout.parse(values["layout"]), size, pp, stages)
 
 
+def parse_link(bandwidth: float | None, per_descriptor: float | None) -> Link | None:
+    """Return the link of ``bandwidth`` in GB/s and microseconds for each descriptor; None where neither is given.
+
+    >>> parse_link(25.0, 2.0)
+    Link(bandwidth=25000000000.0, seconds_per_descriptor=2e-06)
+    """
+    if bandwidth is not None:
+        return Link(bandwidth * 1e9, (per_descriptor or 0.0) / 1e6)
+    if per_descriptor is not None:
+        what = f"--per-descriptor is {per_descriptor:g}, --bandwidth is not given: no time can be predicted."
+        raise SettingsError(Reason.INVALID_SETTING, what, "Give --bandwidth too.")
+    return None
+
+
 def _positive(option: str, key: str, value: str) -> int:
     if not (value.isascii() and value.isdecimal() and len(value) < 10) or int(value) == 0:
         what = f"{option}: {key} is {value!r}."
@@ -319,18 +519,24 @@ def make_report(
     seed: int = 0,
     *,
     verify: bool = True,
+    link: Link | None = None,
     announce: Announce = lambda text: None,
 ) -> PlanReport:
     """Plan one request between two engines, submit the lists to the null transport, and prove them.
+
+    The same request between engines with per-layer layouts is planned too, to count its descriptors.
 
     ``announce`` is called with each step: the proof of a million tokens takes many seconds.
     """
     engines = engine_of("prefill", prefill, caches), engine_of("decode", decode, caches)
     requests, num_blocks = make_requests(engines[0], engines[1], tokens, blocks, seed)
-    sources = engines[0].shards(num_blocks[0], RANK_SPACING)
-    destinations = engines[1].shards(num_blocks[1], RANK_SPACING * (prefill.num_ranks + 1))
+    bases = RANK_SPACING, RANK_SPACING * (prefill.num_ranks + 1)
+    sources, destinations = _all_shards(engines, num_blocks, bases)
+    apart = tuple(replace(engine, layout=engine.layout.per_layer) for engine in engines)
+    apart_sources, apart_destinations = _all_shards(apart, num_blocks, bases)
     pairs: list[PairReport] = []
     failures: list[str] = []
+    uncounted = ""
     for rank, destination in enumerate(destinations):
         requested = [blocks for blocks in requests if destination.group(blocks.group)]
         of_rank = f"decode rank {rank} of {len(destinations)}"
@@ -340,14 +546,47 @@ def make_report(
             announce(f"{of_rank}: the list from prefill rank {pair.assignment.source_index} of {len(sources)}")
             received.append(_pair_report(pair, rank, requested, verify=verify))
         announce(f"{of_rank}: all lists together")
-        pairs += received
         failures += [pair.failure for pair in received]
         if verify:
             lists = [(pair.pair.source, pair.descriptors) for pair in received]
             proof = partial(verify_destination, lists, destination, requested)
             failures.append(_failure(f"decode {destination.rank_name}", proof))
-    failed = tuple(filter(None, failures))
-    return PlanReport(caches.origin, *engines, tuple(sources), tuple(requests), seed, tuple(pairs), failed)
+        announce(f"{of_rank}: the lists of per-layer layouts")
+        try:
+            counted = [_count(pair, requested) for pair in Planner(apart_sources, apart_destinations[rank]).plans(seed)]
+        except PlanError as error:
+            uncounted = f"The descriptors of per-layer layouts were not counted: {error.message}"
+            pairs += received
+        else:
+            pairs += [
+                replace(pair, per_layer=plan, per_layer_groups=groups)
+                for pair, (plan, groups) in zip(received, counted, strict=True)
+            ]
+    return PlanReport(
+        caches.origin,
+        tokens,
+        *engines,
+        sources,
+        destinations,
+        tuple(requests),
+        seed,
+        tuple(pairs),
+        tuple(filter(None, failures)),
+        uncounted,
+        link,
+    )
+
+
+def _all_shards(
+    engines: Sequence[Engine], num_blocks: Sequence[int], bases: Sequence[int]
+) -> tuple[tuple[Shard, ...], ...]:
+    """Return the shards of both engines."""
+    each = zip(engines, num_blocks, bases, strict=True)
+    return tuple(tuple(engine.shards(number, base)) for engine, number, base in each)
+
+
+def _count(pair: PairPlan, requested: Sequence[GroupBlocks]) -> tuple[PairPlan, dict[str, int]]:
+    return pair, {name: len(rows) for name, rows in pair.lower_groups(requested).items()}
 
 
 def _pair_report(pair: PairPlan, decode_rank: int, requested: Sequence[GroupBlocks], *, verify: bool) -> PairReport:
@@ -356,7 +595,7 @@ def _pair_report(pair: PairPlan, decode_rank: int, requested: Sequence[GroupBloc
     groups = tuple((name, Summary.of(rows)) for name, rows in lists.items())
     proof = partial(verify_pair, descriptors, pair.source, pair.destination, requested, pair.heads)
     failure = _failure(f"{pair.source.rank_name} to {pair.destination.rank_name}", proof) if verify else ""
-    return PairReport(pair, decode_rank, descriptors, Summary.of(descriptors), groups, failure)
+    return PairReport(pair, None, {}, decode_rank, descriptors, Summary.of(descriptors), groups, failure)
 
 
 def _failure(ranks: str, proof: Callable[[], object]) -> str:
