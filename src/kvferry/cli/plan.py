@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.console import AsJson, open_console, progress, refused
+from kvferry.cli.plan_picture import draw_plan
 from kvferry.cli.plan_report import (
     MAX_TOKENS,
     Blocks,
@@ -22,8 +23,10 @@ from kvferry.cli.plan_report import (
     name_groups,
     parse_engine,
     parse_link,
+    per_layer_layouts,
     spans,
 )
+from kvferry.errors import Reason, SettingsError
 from kvferry.layout.shard import CacheGroup, CacheKind, Shard
 from kvferry.models.config import ITEM_SIZES
 from kvferry.models.families import caches_of
@@ -64,6 +67,7 @@ def plan(
     per_descriptor: Annotated[
         float | None, typer.Option(help="Microseconds that each descriptor adds at its sender; 0 unless given.", min=0)
     ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture of the plan to this file.", dir_okay=False)] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain sources, runs, refusals.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -86,6 +90,8 @@ def plan(
             report = make_report(caches, *engines, tokens, blocks, seed, link=link, announce=announce)
             announce("explaining")
             explanation = explain_plan(report) if explain else []
+            if svg:
+                _write(svg, draw_plan(report))
     if as_json:
         more = {"explanation": explanation} if explain else {}
         typer.echo(json.dumps({**report.as_json(), **more}, indent=2))
@@ -93,6 +99,15 @@ def plan(
         _print_report(report, explanation)
     if not report.verified:
         raise typer.Exit(1)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file. Raises :class:`SettingsError` where that is not possible."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        what = f"--svg: {path} cannot be written: {error.strerror}."
+        raise SettingsError(Reason.INVALID_SETTING, what, "Name a file in a folder that exists.") from error
 
 
 def _print_report(report: PlanReport, explanation: list[str]) -> None:
@@ -136,10 +151,9 @@ def _count_or_dash(number: int | None) -> str:
 
 def totals(report: PlanReport) -> list[str]:
     """Return what the table leaves out: bytes per token, the per-layer layouts, the predicted time, replicas."""
-    layouts = [engine.layout.per_layer for engine in (report.prefill, report.decode)]
     lines = [
         f"bytes per token: {report.bytes_per_token:,.0f} on average over {report.tokens} tokens",
-        f"per layer: the same request in layouts {layouts[0]} to {layouts[1]}",
+        f"per layer: the same request in layout {per_layer_layouts(report)}, where each layer's memory is apart",
     ]
     if report.link and report.seconds is not None:
         cost = f"{report.link.seconds_per_descriptor * 1e6:g} us per descriptor"

@@ -421,6 +421,11 @@ def name_groups(names: Iterable[str]) -> str:
     return ", ".join(each[0] if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in stretches)
 
 
+def per_layer_layouts(report: PlanReport) -> str:
+    """Return the per-layer layouts of both engines with which the plan is compared."""
+    return " to ".join(dict.fromkeys(engine.layout.per_layer for engine in (report.prefill, report.decode)))
+
+
 def spans(numbers: Iterable[str]) -> str:
     """Return the numbers of layers as ranges.
 
