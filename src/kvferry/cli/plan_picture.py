@@ -1,7 +1,7 @@
 """A plan as a picture (SVG): what each rank has, what moves between ranks, and the runs of one block of each group.
 
 A *cell* is a stretch of one block's memory that holds one layer of some heads. Cells stand in the order of memory. What
-does not fit is folded into an ellipsis, at the same layers and heads on both sides. A frame around cells is a run.
+does not fit is folded into an ellipsis. A frame around cells is a run; it is open where an ellipsis hides more of it.
 """
 
 import textwrap
@@ -16,6 +16,7 @@ import numpy as np
 from kvferry.arrays import Flags, Integers, Offsets
 from kvferry.cli.plan_report import Engine, PairReport, PlanReport, cut_heads, name_groups, per_layer_layouts, spans
 from kvferry.errors import Reason, SettingsError
+from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheGroup, CacheKind, Component, HeadRange, Shard
 from kvferry.models.families import layer_of
 from kvferry.models.groups import LayerGroup
@@ -143,17 +144,13 @@ def _draw_totals(drawing: Drawing, report: PlanReport) -> None:
     per_layer = "" if beside is None else f" In per-layer layouts ({layouts}): {_count(beside, 'descriptor')}."
     drawing.heading(
         f"{_count(report.descriptors, 'descriptor')} (contiguous copies) move {format_bytes(report.bytes)}, "
-        f"{report.bytes_per_token:,.0f} bytes per token.{per_layer}",
-        "",
+        f"{report.bytes_per_token:,.0f} bytes per token.{per_layer}"
     )
     if report.link and report.seconds is not None:
         seconds = report.per_layer_seconds
         slower = "" if seconds is None else f"; per layer {format_seconds(seconds)}"
-        drawing.heading(
-            f"Predicted at {report.link.bandwidth / 1e9:g} GB/s and "
-            f"{report.link.seconds_per_descriptor * 1e6:g} us per descriptor: {format_seconds(report.seconds)}{slower}.",
-            "",
-        )
+        at = f"{report.link.bandwidth / 1e9:g} GB/s and {report.link.seconds_per_descriptor * 1e6:g} us per descriptor"
+        drawing.heading(f"Predicted at {at}: {format_seconds(report.seconds)}{slower}.", "")
     for replicas in filter(lambda each: each.is_replicated, report.replicas):
         drawing.heading(f"Replicas: {replicas}.", "")
     failed = f"NOT proved: {_count(len(report.failures), 'failure')}."
@@ -181,8 +178,13 @@ class RankBox:
 
 
 def _draw_ranks(drawing: Drawing, report: PlanReport) -> None:
+    sending = {pair.pair.assignment.source_index for pair in report.pairs}
     source_boxes = [
-        _rank_box(rank_label(report.prefill, index), shard, _own_colour(index))
+        _rank_box(
+            rank_label(report.prefill, index) + (" sends nothing of this request" if index not in sending else ""),
+            shard,
+            _own_colour(index),
+        )
         for index, shard in enumerate(report.sources)
     ]
     destination_boxes = [
@@ -207,7 +209,7 @@ def _own_colour(index: int) -> Colours:
 
 
 def _received_colours(report: PlanReport, rank: int) -> Colours:
-    """Return a function that colours heads as the source rank from which they come; of stages, the first."""
+    """Return a function that colours heads as the source rank from which they come; one below the other for stages."""
 
     def find(group: str, component: str) -> list[tuple[HeadRange, str]]:
         return [
@@ -260,7 +262,7 @@ def _fit(text: str, width: float) -> str:
 def _held_heads(component: Component) -> str:
     if component.name == "latent":
         return "  the whole latent"
-    named = "state heads" if component.name == "ssm" else "KV heads"
+    named = f"{'state' if component.name == 'ssm' else 'KV'} head{'' if component.num_heads == 1 else 's'}"
     return f"  {named} {' '.join(map(_range, component.heads))} of {component.total_heads}"
 
 
@@ -286,8 +288,11 @@ def _draw_boxes(drawing: Drawing, boxes: Sequence[RankBox], x: float, y: float) 
 def _draw_strip(drawing: Drawing, x: float, y: float, strip: Sequence[tuple[HeadRange, str]], total: int) -> None:
     each = STRIP_WIDTH / total
     drawing.rect(x, y, STRIP_WIDTH, 11, fill=GREY)
-    for head, colour in strip:
-        drawing.rect(x + head.start * each, y, len(head) * each, 11, fill=colour)
+    for head, members in groupby(sorted(strip, key=lambda held: held[0].start), key=lambda held: held[0]):
+        colours = [colour for _, colour in members]
+        for number, colour in enumerate(colours):
+            high = 11 / len(colours)
+            drawing.rect(x + head.start * each, y + number * high, len(head) * each, high, fill=colour)
     for index in range(total if total <= 16 else 0):
         drawing.rect(x + index * each, y, each, 11, fill="none", stroke="#ffffff")
 
@@ -372,16 +377,16 @@ def _draw_blocks(drawing: Drawing, report: PlanReport, groups: Sequence[LayerGro
     drawing.y += 12
     drawing.path(f"M{MARGIN} {_number(drawing.y)} H{WIDTH - MARGIN}", stroke="#cccccc", fill="none")
     drawing.heading(f"{name_groups(group.name for group in groups)}: {_what_moves(report, groups, pairs)}")
-    _draw_sides(drawing, report, pairs, [pair.pair for pair in pairs], name)
+    layouts = report.prefill.layout, report.decode.layout
+    _draw_sides(drawing, report, pairs, [pair.pair for pair in pairs], name, layouts)
     beside = [pair.per_layer for pair in pairs if pair.per_layer]
     if len(beside) < len(pairs):
         return
-    layouts = per_layer_layouts(report)
     if [_runs(plan.groups[name]) for plan in beside] == [_runs(pair.pair.groups[name]) for pair in pairs]:
-        drawing.heading(f"In per-layer layouts ({layouts}) such a block has as many runs.", "")
+        drawing.heading(f"In per-layer layouts ({per_layer_layouts(report)}) such a block has as many runs.", "")
         return
-    drawing.heading(f"The same block in per-layer layouts ({layouts}), where each layer's memory is apart:", "")
-    _draw_sides(drawing, report, pairs, beside, name)
+    drawing.heading("The same block in per-layer layouts, where each layer's memory is apart:")
+    _draw_sides(drawing, report, pairs, beside, name, (layouts[0].per_layer, layouts[1].per_layer))
 
 
 def _what_moves(report: PlanReport, groups: Sequence[LayerGroup], pairs: Sequence[PairReport]) -> str:
@@ -391,7 +396,11 @@ def _what_moves(report: PlanReport, groups: Sequence[LayerGroup], pairs: Sequenc
     if group.kind is CacheKind.STATE:
         return f"{layers}; one block, which holds the last state"
     sizes = [report.prefill.block_size, report.decode.block_size]
-    tokens = f"{sizes[0]} tokens" if sizes[0] == sizes[1] else f"{sizes[0]} tokens at the source and {sizes[1]} here"
+    tokens = (
+        f"{sizes[0]} tokens"
+        if sizes[0] == sizes[1]
+        else f"{sizes[0]} tokens at the source, of {sizes[1]} at the destination"
+    )
     window = f", of a window of {group.cache.window}" if group.cache.window else ""
     moved = f"tokens {request.first_token:,} to {request.last_token:,} move{window}"
     return f"{layers}; {moved}; one block of {tokens}"
@@ -402,7 +411,12 @@ def _runs(plan: GroupPlan) -> int:
 
 
 def _draw_sides(
-    drawing: Drawing, report: PlanReport, pairs: Sequence[PairReport], plans: Sequence[PairPlan], name: str
+    drawing: Drawing,
+    report: PlanReport,
+    pairs: Sequence[PairReport],
+    plans: Sequence[PairPlan],
+    name: str,
+    layouts: tuple[NamedLayout, NamedLayout],
 ) -> None:
     """Draw the block at each source rank on the left, at the destination rank on the right."""
     moves = [Move.of(pair.pair.assignment.source_index, plan, name) for pair, plan in zip(pairs, plans, strict=True)]
@@ -411,13 +425,14 @@ def _draw_sides(
     y = top
     for number, following in zip(drawn, [*drawn[1:], len(moves)], strict=True):
         move, plan = moves[number], plans[number]
-        label = f"{rank_label(report.prefill, move.source_index)} (source): {move.describe()}"
+        label = f"{rank_label(report.prefill, move.source_index)} (source, {layouts[0]}): {move.describe()}"
         y = _draw_bar(drawing, (MARGIN, y), label, Bar.of(plan.source, name, [move], SOURCE))
         if following > number + 1:
             y += LINE
             drawing.text(MARGIN, y, f"… and {_count(following - number - 1, 'more source rank')}", "")
             y += 8
-    label = f"{rank_label(report.decode, pairs[0].decode_rank)} (destination): from {_count(len(moves), 'source rank')}"
+    rank = rank_label(report.decode, pairs[0].decode_rank)
+    label = f"{rank} (destination, {layouts[1]}): from {_count(len(moves), 'source rank')}"
     right = WIDTH - MARGIN - COLUMN_WIDTH
     _draw_bar(drawing, (right, top), label, Bar.of(plans[0].destination, name, moves, DESTINATION))
 
@@ -430,6 +445,7 @@ class Move:
     """The runs of one pair of blocks from one source rank: rows of source address, destination address and length."""
 
     source_index: int
+    layers: frozenset[str]
     heads: Mapping[str, Sequence[HeadRange]]
     slots: tuple[tuple[HeadRange, ...], tuple[HeadRange, ...]]
     """The token slots of the block that move, at the source and at the destination."""
@@ -444,7 +460,8 @@ class Move:
             tuple(HeadRange(run[side], run[side] + run.num_tokens) for run in phase) for side in (SOURCE, DESTINATION)
         ]
         runs = np.concatenate([template.runs for template in group.templates(phase)])
-        return cls(source_index, group.heads, (slots[0], slots[1]), runs)
+        layers = group.source_group.layers & group.destination_group.layers
+        return cls(source_index, layers, group.heads, (slots[0], slots[1]), runs)
 
     def describe(self) -> str:
         """Return the number and the bytes of the runs."""
@@ -462,12 +479,17 @@ class Move:
         return np.where(inside, order[position], -1)
 
 
+CellArrays = tuple[Integers, Integers, Integers, Integers, Integers]
+"""The fields of :class:`Cells`."""
+
+
 @dataclass(frozen=True, eq=False)
 class Cells:
     """All cells of a block, in the order of memory, as arrays of equal length.
 
     ``indices`` and ``sizes``, of shape (number of axes, number of cells), count the layers, heads, tokens and channels
-    that were not joined into one cell. ``parts`` are component, first head, heads, first token, tokens.
+    that were not joined into one cell; layers are counted by source rank. ``parts`` are component, layer, first head,
+    heads, first token, tokens.
     """
 
     address: Integers
@@ -480,7 +502,7 @@ class Cells:
     def of(cls, shard: Shard, group: CacheGroup, moves: Sequence[Move], side: int) -> "Cells":
         """Return the cells of block 0 of a group. No cell has both heads or tokens that move and others."""
         found = [
-            _cells(shard, number, component, heads, slots)
+            _cells(shard, number, component, heads, slots, moves, side)
             for number, component in enumerate(group.components)
             for heads in _cut(component.heads, [move.heads.get(component.name, ()) for move in moves])
             for slots in _cut([HeadRange(0, group.block_size)], [move.slots[side] for move in moves])
@@ -496,12 +518,35 @@ def _cut(held: Sequence[HeadRange], moved: Sequence[Sequence[HeadRange]]) -> lis
 
 
 def _cells(
-    shard: Shard, number: int, component: Component, heads: HeadRange, slots: HeadRange
-) -> tuple[Integers, Integers, Integers, Integers, Integers]:
+    shard: Shard,
+    number: int,
+    component: Component,
+    heads: HeadRange,
+    slots: HeadRange,
+    moves: Sequence[Move],
+    side: int,
+) -> CellArrays:
     """Return the arrays of :class:`Cells` for a stretch of heads and tokens of one component.
 
-    Axes join into one cell as long as their strides equal what was joined so far; layers never join.
+    Axes join into one cell as long as their strides equal what was joined so far and the cell is within one run; layers
+    never join.
     """
+    for most in (3, 2, 1, 0):
+        address, end, indices, sizes, parts = _joined_cells(shard, number, component, heads, slots, most)
+        if all((move.run_of(address, side) == move.run_of(end - 1, side)).all() for move in moves):
+            break
+    senders = [tuple(layer in move.layers for move in moves) for layer in component.layers]
+    first = np.array([senders.index(sender) for sender in senders])
+    held = np.array([senders.count(sender) for sender in senders])
+    layer = indices[0]
+    counted = np.concatenate([[layer - first[layer]], indices[1:]])
+    return address, end, counted, np.concatenate([[held[layer]], sizes[1:]]), parts
+
+
+def _joined_cells(
+    shard: Shard, number: int, component: Component, heads: HeadRange, slots: HeadRange, most: int
+) -> CellArrays:
+    """Return cells of which at most ``most`` axes were joined, innermost first."""
     first = 0
     for held in component.heads:
         if held.start <= heads.start < held.end:
@@ -515,8 +560,8 @@ def _cells(
         (3, component.num_channels, component.channel_stride),
     ]
     extent, counts = component.itemsize, [len(component.layers), 1, 1, 1]
-    for axis, count, stride in sorted(axes, key=lambda each: each[2]):
-        if max(counts[1:]) == 1 and stride == extent:
+    for position, (axis, count, stride) in enumerate(sorted(axes, key=lambda each: each[2])):
+        if max(counts[1:]) == 1 and (count == 1 or (stride == extent and position < most)):
             extent *= count
         else:
             counts[axis] = count
@@ -529,6 +574,7 @@ def _cells(
     parts = np.array(
         [
             np.full(len(address), number),
+            indices[0],
             heads.start + indices[1],
             np.full(len(address), 1 if apart[0] else len(heads)),
             slots.start + indices[2],
@@ -549,10 +595,12 @@ class Item:
     is_cell: bool = True
     gap: bool = False
     title: str = ""
+    hidden: frozenset[tuple[int, int] | None] = frozenset()
+    """The runs of which an ellipsis hides cells."""
     width: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.width = max(18.0 if self.is_cell else 14.0, text_width(self.text, SMALL) + 6)
+        self.width = max(18.0 if self.is_cell else 14.0, text_width(self.text, SMALL) + 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -610,22 +658,23 @@ def _items(cells: Cells, shown: Flags, group: CacheGroup, runs: Integers, num_mo
     for number, position in enumerate(positions):
         before = positions[number - 1] if number else -1
         if position > before + 1:
-            hidden = set(runs[before + 1 : position].tolist())
-            more = hidden - {int(runs[before]), int(runs[position]), -1}
+            hidden = frozenset(map(key, np.unique(runs[before + 1 : position]).tolist()))
+            more = hidden - {key(int(runs[before])), key(int(runs[position])), None}
             same = outer[number - 1] if outer[number - 1] == outer[number] else ""
             text = f"… {_count(len(more), 'run')} …" if more else "…"
-            run = key(hidden.pop()) if len(hidden) == 1 else None
-            title = f"{_count(position - before - 1, 'more cell')}"
-            items.append(Item(text, same, run, is_cell=False, gap=gap(before + 1), title=title))
+            run = next(iter(hidden)) if len(hidden) == 1 else None
+            title = _count(position - before - 1, "more cell")
+            ellipsis = Item(text, same, run, is_cell=False, gap=gap(before + 1), title=title, hidden=hidden)
+            items.append(ellipsis)
         items.append(Item(inner[number], outer[number], key(int(runs[position])), gap=gap(position)))
     return items
 
 
 def _labels(cells: Cells, position: int, group: CacheGroup) -> tuple[str, str, str]:
     """Return the layer of a cell, and its part of the layer in words and in short."""
-    number, head, num_heads, token, num_tokens = cells.parts[:, position].tolist()
+    number, layer_index, head, num_heads, token, num_tokens = cells.parts[:, position].tolist()
     component = group.components[number]
-    layer = f"L{layer_of(component.layers[int(cells.indices[0, position])])}"
+    layer = f"L{layer_of(component.layers[layer_index])}"
     heads = _range(HeadRange(head, head + num_heads))
     if component.name.startswith("conv."):
         tap = f"{component.name.removeprefix('conv.')}{int(cells.indices[3, position])}"
@@ -664,7 +713,7 @@ def _draw_bar(drawing: Drawing, place: tuple[float, float], label: str, bar: Bar
     for number, row in enumerate(rows):
         neighbours = (
             rows[number - 1][-1][0] if number else None,
-            rows[number + 1][0][0] if row is not rows[-1] else None,
+            rows[number + 1][0][0] if number + 1 < len(rows) else None,
         )
         if any(item.outer for item, _ in row):
             y += 12
@@ -723,14 +772,16 @@ def _draw_row(
         drawing.rect(x + left, y, item.width, CELL_HEIGHT, title=item.title, fill=fill, **edge)
         if item.text:
             drawing.text(x + left + item.width / 2, y + 16, item.text, "c")
-    for run, members in groupby(row, key=lambda placed: placed[0].run):
+    beside = [neighbours[0], *(item for item, _ in row), neighbours[1]]
+    for run, members in groupby(enumerate(row, 1), key=lambda placed: placed[1][0].run):
         if run is None:
             continue
         inside = list(members)
-        left, right = x + inside[0][1], x + inside[-1][1] + inside[-1][0].width
+        (first, (_, left)), (last, (item, end)) = inside[0], inside[-1]
+        left, right = x + left, x + end + item.width
         goes_on = [
-            neighbour is not None and neighbour.run == run and inside[edge] is row[edge]
-            for neighbour, edge in zip(neighbours, (0, -1), strict=True)
+            neighbour is not None and (neighbour.run == run or run in neighbour.hidden)
+            for neighbour in (beside[first - 1], beside[last + 1])
         ]
         stroke = _colour(moves[run[0]].source_index)[2]
         bottom = _number(y + CELL_HEIGHT)
