@@ -25,9 +25,9 @@ from kvferry.plan.planner import GroupPlan, PairPlan
 from kvferry.units import format_bytes, format_seconds
 
 MAX_PAIRS = 128
-WIDTH, MARGIN = 1200, 24
-BOX_WIDTH, STRIP_WIDTH = 400, 110
-COLUMN_WIDTH, COLUMN_GAP = 556, 40
+WIDTH, MARGIN = 1000, 24
+BOX_WIDTH, STRIP_WIDTH = 326, 110
+COLUMN_WIDTH = 460
 LINE = 17
 PILL_HEIGHT, PILL_SPACING = 22, 30
 CELL_HEIGHT = 24
@@ -249,7 +249,7 @@ def _rank_box(title: str, shard: Shard, colours: Colours) -> RankBox:
                 lines.append((_held_heads(component), tuple(strip), component.total_heads))
         if channels:
             ranges = ", ".join(f"{each.name.removeprefix('conv.')} {_range(each.heads[0])}" for each in channels)
-            lines.append((_fit(f"  convolution: {ranges}", BOX_WIDTH - 20), (), 0))
+            lines.append((_fit(f"  conv {ranges}", BOX_WIDTH - 20), (), 0))
     return RankBox(title, tuple(lines))
 
 
