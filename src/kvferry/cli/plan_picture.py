@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
-from xml.etree import ElementTree as Xml
+from xml.etree import ElementTree as Xml  # nosec B405 # XML is written, never read
 
 import numpy as np
 
