@@ -272,7 +272,7 @@ def _range(head: HeadRange) -> str:
 
 def _draw_boxes(drawing: Drawing, boxes: Sequence[RankBox], x: float, y: float) -> list[tuple[float, float]]:
     """Draw boxes below one another and return the top and the height of each."""
-    places = []
+    places: list[tuple[float, float]] = []
     for box in boxes:
         drawing.rect(x, y, BOX_WIDTH, box.height, rx=5, fill="#fafafa", stroke=DARK)
         drawing.text(x + 10, y + LINE, box.title, "b")
@@ -639,7 +639,8 @@ def _axes(cells: Cells, limits: Sequence[int]) -> list[tuple[int, int]]:
 def _shown(cells: Cells, limits: Sequence[int]) -> Flags:
     """Return which cells are shown: of each axis the first ones and the last."""
     most = np.array(limits)[:, None]
-    return ((cells.indices < most - 1) | (cells.indices == cells.sizes - 1)).all(axis=0)
+    shown: Flags = ((cells.indices < most - 1) | (cells.indices == cells.sizes - 1)).all(axis=0)
+    return shown
 
 
 def _items(cells: Cells, shown: Flags, group: CacheGroup, runs: Integers, num_moves: int) -> list[Item]:
