@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.console import open_console, progress
-from kvferry.cli.plan import RANK_SPACING, Blocks, EngineShape, block_ids, engine_of
+from kvferry.cli.plan_report import RANK_SPACING, Blocks, EngineShape, block_ids, engine_of
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.families import alike
 from kvferry.models.groups import AttentionCache

@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.console import open_console
-from kvferry.cli.plan import Blocks, EngineShape, make_report
+from kvferry.cli.plan_report import Blocks, EngineShape, make_report
 from kvferry.errors import KVFerryError
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.families import ModelCaches, caches_of

@@ -44,3 +44,15 @@ def format_rate(num_bytes: float, seconds: float) -> str:
     '15.00 GB/s'
     """
     return f"{num_bytes / seconds / 1e9:.2f} GB/s" if seconds > 0 else "-"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time in the unit that leaves one to three digits before the point.
+
+    >>> format_seconds(2.5), format_seconds(0.0123), format_seconds(4.2e-5)
+    ('2.5 s', '12.3 ms', '42.0 us')
+    """
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.1f} {unit}"
+    return f"{seconds * 1e6:.1f} us"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.plan import RANK_SPACING, EngineShape, engine_of
+from kvferry.cli.plan_report import RANK_SPACING, EngineShape, engine_of
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm.versions import installed_version
 from kvferry.layout.named_layouts import NamedLayout

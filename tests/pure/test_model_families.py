@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.cli.plan import Blocks, EngineShape, PlanReport, make_report
+from kvferry.cli.plan_report import Blocks, EngineShape, PlanReport, make_report
 from kvferry.errors import LayoutError
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind

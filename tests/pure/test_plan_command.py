@@ -8,10 +8,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvferry.cli.plan import Blocks, make_report, parse_engine, plan
+from kvferry.cli.plan import plan
+from kvferry.cli.plan_report import Blocks, make_report, parse_engine
 from kvferry.errors import KVFerryError, Reason
 from kvferry.models.config import MAX_CONFIG_BYTES
 from kvferry.models.families import caches_of
+from kvferry.plan import planner
 
 SHAPE = "--layers 36 --kv-heads 8 --head-size 128 --dtype bfloat16 --block-size 16"
 BYTES_PER_TOKEN = 36 * 8 * 2 * 128 * 2
@@ -74,6 +76,91 @@ def test_descriptors(layout: str, prefill: int, decode: int, blocks: str, tokens
         assert sum(run["count"] for run in pair["run_lengths"]) == pair["descriptors"]
         assert sum(run["count"] * run["length"] for run in pair["run_lengths"]) == pair["bytes"]
     assert sum(pair["descriptors"] for pair in report["pairs"]) == descriptors
+
+
+@pytest.mark.parametrize(
+    ("engines", "layouts", "descriptors", "per_layer"),
+    [
+        ("--prefill tp=2", ("LBHNC", "LBHNC"), 2 * 8, 2 * 8 * 36),
+        # A stage needs half of the layers: a run for each of 8 heads and 2 stages.
+        ("--decode tp=2,pp=2", ("LBHNC", "LBHNC"), 8 * 2 * 8, 2 * 8 * 36),
+        # Between layouts that order heads and tokens differently, each token of a head moves alone in either case.
+        ("--decode layout=BLNHC", ("LBHNC", "LBNHC"), 8 * 16 * 8 * 36, 8 * 16 * 8 * 36),
+        ("--prefill layout=LBHNC --decode layout=LBHNC", ("LBHNC", "LBHNC"), 8 * 36, 8 * 36),
+    ],
+)
+def test_per_layer_layouts_are_counted_beside_the_plan(
+    engines: str, layouts: tuple[str, str], descriptors: int, per_layer: int
+) -> None:
+    report = planned(f"{SHAPE} --tokens 128 {engines}")
+    assert report["per_layer"] == {
+        "layouts": dict(zip(("prefill", "decode"), layouts, strict=True)),
+        "descriptors": per_layer,
+    }
+    assert report["descriptors"] == descriptors
+    groups = [group for pair in report["pairs"] for group in pair["groups"]]
+    assert sum(group["per_layer_descriptors"] for group in groups) == per_layer
+    assert report["bytes_per_token"] == BYTES_PER_TOKEN
+
+
+def test_descriptors_of_per_layer_layouts_that_are_too_many_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MAX_DESCRIPTORS", 64 * 36 - 1)
+    report = planned(f"{SHAPE} --tokens 1024 --bandwidth 10")
+    assert report["descriptors"] == 64
+    assert report["per_layer"]["descriptors"] is None
+    assert report["pairs"][0]["groups"][0]["per_layer_descriptors"] is None
+    assert report["predicted"]["per_layer_seconds"] is None
+    assert "not counted" in report["notes"][-1]
+    assert "2304 descriptors" in report["notes"][-1]
+    monkeypatch.setattr(planner, "MAX_DESCRIPTORS", 64 * 36)
+    assert planned(f"{SHAPE} --tokens 1024")["per_layer"]["descriptors"] == 64 * 36
+
+
+@pytest.mark.parametrize(
+    ("engines", "busiest_bytes", "busiest_descriptors", "per_layer"),
+    [
+        # Each of two senders has half of the bytes; the one receiver has all, and submits nothing.
+        ("--prefill tp=2", 1024 * BYTES_PER_TOKEN, 0, 0),
+        ("--decode tp=2", 1024 * BYTES_PER_TOKEN, 128, 128 * 36),
+        ("--prefill tp=2 --decode tp=2", 512 * BYTES_PER_TOKEN, 64, 64 * 36),
+    ],
+)
+def test_the_predicted_time_is_that_of_the_busiest_rank(
+    engines: str, busiest_bytes: int, busiest_descriptors: int, per_layer: int
+) -> None:
+    link = f"--bandwidth 10 --per-descriptor {1 if per_layer else 0}"
+    predicted = planned(f"{SHAPE} --tokens 1024 {engines} {link}")["predicted"]
+    assert predicted["bandwidth"] == 10e9
+    assert predicted["seconds"] == pytest.approx(busiest_bytes / 10e9 + busiest_descriptors * 1e-6)
+    assert predicted["per_layer_seconds"] == pytest.approx(busiest_bytes / 10e9 + per_layer * 1e-6)
+    assert planned(f"{SHAPE} --tokens 1024 {engines}")["predicted"] is None
+
+
+def test_the_table_says_time_and_replicas(tmp_path: Path) -> None:
+    text = invoke(plan, f"{SHAPE} --tokens 1024 --prefill tp=2 --bandwidth 25 --per-descriptor 5").output
+    assert "at 25 GB/s and 5 us per descriptor: 6.0 ms, per layer 14.5 ms" in text
+    assert "replicas: none, so all bytes are sent once" in text
+    assert f"bytes per token: {BYTES_PER_TOKEN:,} " in text
+    (tmp_path / "config.json").write_text(json.dumps(MLA))
+    text = invoke(plan, f"--model {tmp_path} --tokens 64 --prefill tp=4 --decode tp=2").output
+    assert "latent heads 0:1 of mla: on 4 prefill ranks, one of which sends to each receiver; on 2 decode ranks" in text
+    assert "so sent 2 times" in text
+    assert "predicted" not in text
+
+
+@pytest.mark.parametrize(
+    ("engines", "replicas"),
+    [
+        ("--prefill tp=8 --decode tp=4", [(4, 2, 2)]),
+        ("--prefill tp=2,pp=2 --decode tp=4", [(1, 2, 2)]),
+        ("--prefill tp=4 --decode tp=2,pp=2", [(2, 1, 1)]),
+    ],
+)
+def test_replicas_are_counted_for_each_layer(engines: str, replicas: list[tuple[int, int, int]]) -> None:
+    report = planned(f"--layers 4 --kv-heads 2 --head-size 64 --tokens 64 {engines}")
+    counted = [(each["num_prefill_ranks"], each["num_decode_ranks"], each["times_sent"]) for each in report["replicas"]]
+    assert counted == replicas
+    assert [(each["groups"], each["heads"]) for each in report["replicas"]] == [(["full"], [[0, 2]])]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -171,6 +258,7 @@ def refusal(arguments: str) -> dict[str, str]:
         (f"{SHAPE} --prefill layers=20+15", Reason.INVALID_SETTING, "every stage"),
         (f"{SHAPE} --prefill pp=37", Reason.INVALID_LAYOUT, "no more stages"),
         (f"{SHAPE} --prefill tp=512,pp=3", Reason.INVALID_SETTING, "At most 1024"),
+        (f"{SHAPE} --per-descriptor 2", Reason.INVALID_SETTING, "--bandwidth"),
         ("--layers 2", Reason.INVALID_SETTING, "--model"),
         ("--model /nowhere/config.json", Reason.INVALID_SETTING, "models are not fetched"),
     ],
@@ -251,4 +339,5 @@ def test_every_list_is_announced_before_it_is_made() -> None:
         "decode rank 0 of 1: the list from prefill rank 0 of 2",
         "decode rank 0 of 1: the list from prefill rank 1 of 2",
         "decode rank 0 of 1: all lists together",
+        "decode rank 0 of 1: the lists of per-layer layouts",
     ]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.arrays import Descriptors
-from kvferry.cli.plan import EngineShape, engine_of
+from kvferry.cli.plan_report import EngineShape, engine_of
 from kvferry.errors import LayoutError, Reason
 from kvferry.layout.dense import Content
 from kvferry.layout.named_layouts import NamedLayout

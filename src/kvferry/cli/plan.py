@@ -1,49 +1,41 @@
-"""``kvferry plan``: the descriptors between two engines, proved and explained."""
+"""``kvferry plan``: the descriptors between two engines, as a table and explained."""
 
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated
 
-import numpy as np
 import typer
 from rich.table import Table
 
-from kvferry.arrays import Descriptors
-from kvferry.cli.console import Announce, AsJson, open_console, progress, refused
-from kvferry.errors import Reason, SettingsError, VerificationError, did_you_mean
-from kvferry.layout.named_layouts import NamedLayout
+from kvferry.cli.console import AsJson, open_console, progress, refused
+from kvferry.cli.plan_picture import draw_plan
+from kvferry.cli.plan_report import (
+    MAX_TOKENS,
+    Blocks,
+    Engine,
+    PairReport,
+    PlanReport,
+    Summary,
+    make_report,
+    name_groups,
+    parse_engine,
+    parse_link,
+    per_layer_layouts,
+    spans,
+)
+from kvferry.errors import Reason, SettingsError
 from kvferry.layout.shard import CacheGroup, CacheKind, Shard
 from kvferry.models.config import ITEM_SIZES
-from kvferry.models.families import ModelCaches, caches_of, layer_of
-from kvferry.models.groups import (
-    AttentionCache,
-    LayerGroup,
-    RankMemory,
-    form_groups,
-    model_shard,
-    page_bytes,
-    possible_layout,
-    resolve_block_size,
-    split_layers,
-)
+from kvferry.models.families import caches_of
+from kvferry.models.groups import LayerGroup
 from kvferry.plan.match import ComponentHeads
-from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Planner, StridedCopy
-from kvferry.plan.proof import verify_destination, verify_pair
-from kvferry.plan.request import GroupBlocks, first_token_to_move
-from kvferry.transport.null import NullTransport
-from kvferry.transport.protocol import Direction, Status, reach
-from kvferry.units import format_bytes
+from kvferry.plan.planner import GroupPlan, StridedCopy
+from kvferry.plan.request import GroupBlocks
+from kvferry.units import format_bytes, format_seconds
 
-RANK_SPACING = 1 << 44
-"""Distance of the ranks' invented base addresses, far above the size of any cache."""
-MAX_RANKS = 1024
-MAX_TOKENS = 1 << 26
 ENGINE_HELP = (
     "The {} engine, with any of: tp=2,pp=2,layout=LBHNC,block_size=32,layers=20+16 (of each pipeline stage). The "
     "layout is BHLNC unless given."
@@ -52,420 +44,6 @@ MAX_COPIES = 6
 """Patterns of one template in the explanation."""
 MAX_RUN_LENGTHS = 4
 """Run lengths of one row of the table; the JSON object has all."""
-
-
-@dataclass(frozen=True)
-class EngineShape:
-    """The sizes and layout of one engine. ``stages``: layers of each pipeline stage; empty for vLLM's split."""
-
-    tp: int
-    layout: NamedLayout
-    block_size: int
-    pp: int = 1
-    stages: tuple[int, ...] = ()
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks of all pipeline stages."""
-        return self.tp * self.pp
-
-
-@dataclass(frozen=True)
-class Engine:
-    """An engine with a model: its groups, and the block size and layout that the model requires."""
-
-    name: str
-    wanted: EngineShape
-    layout: NamedLayout
-    block_size: int
-    groups: tuple[LayerGroup, ...]
-    num_layers: int
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one block of one layer on one rank."""
-        return page_bytes(self.groups, self.block_size, self.wanted.tp)
-
-    def notes(self) -> list[str]:
-        """Return a sentence about each wanted value that the model changes."""
-        found = []
-        if self.layout is not self.wanted.layout:
-            found.append(
-                f"{self.name}: layout {self.wanted.layout} is refused: pages of states and of attention differ in "
-                f"shape, and each must be contiguous. Planned with {self.layout}, the nearest possible layout."
-            )
-        if self.block_size != self.wanted.block_size:
-            found.append(
-                f"{self.name}: attention blocks have {self.block_size} tokens instead of {self.wanted.block_size}, so "
-                f"that a page of {self.page_bytes} bytes holds a state at TP {self.wanted.tp}."
-            )
-        return found
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the engine as JSON values; a block takes ``block_bytes`` where one rank holds all layers."""
-        return {
-            "tp": self.wanted.tp,
-            "pp": self.wanted.pp,
-            "layout": self.layout.value,
-            "block_size": self.block_size,
-            "page_bytes": self.page_bytes,
-            "block_bytes": self.page_bytes * max(len(group.layers) for group in self.groups),
-        }
-
-    def shards(self, num_blocks: int, base_address: int) -> list[Shard]:
-        """Return the shards of all ranks, stage by stage, at invented addresses."""
-        wanted, num_layers = self.wanted, self.num_layers
-        stages = wanted.stages or split_layers(num_layers, wanted.pp)
-        if sum(stages) != num_layers:
-            what = f"{self.name}: layers={'+'.join(map(str, stages))} are {sum(stages)}, the model has {num_layers}."
-            raise SettingsError(Reason.INVALID_SETTING, what, "Give the number of layers of every stage.")
-        ends = [0, *itertools.accumulate(stages)]
-        names = [name for group in self.groups for name in group.layers]
-        held = [
-            frozenset(name for name in names if first <= layer_of(name) < end)
-            for first, end in itertools.pairwise(ends)
-        ]
-        ranks = itertools.product(enumerate(held), range(wanted.tp))
-        return [
-            model_shard(
-                self.groups,
-                layers,
-                RankMemory(
-                    layout=self.layout,
-                    block_size=self.block_size,
-                    num_blocks=num_blocks,
-                    tp_rank=tp_rank,
-                    tp_size=wanted.tp,
-                    pp_rank=stage,
-                    pp_size=wanted.pp,
-                    base_address=base_address + index * RANK_SPACING,
-                ),
-            )
-            for index, ((stage, layers), tp_rank) in enumerate(ranks)
-        ]
-
-
-class Blocks(StrEnum):
-    """The order of a request's block ids in both engines."""
-
-    CONTIGUOUS = "contiguous"
-    DESCENDING = "descending"
-    SCATTERED = "scattered"
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The descriptors of one pair of ranks: their number, bytes, and lengths.
-
-    ``run_lengths`` are (length in bytes, number of runs), longest first. ``str`` is run-length encoded:
-
-    >>> str(Summary(descriptors=3, bytes=20, run_lengths=((8, 2), (4, 1))))
-    '3 descriptors, 20 bytes, 2x8 1x4'
-    """
-
-    descriptors: int
-    bytes: int
-    run_lengths: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, descriptors: Descriptors) -> Self:
-        """Return the summary of a lowered list.
-
-        >>> Summary.of(np.array([[0, 100, 8], [16, 200, 8]], dtype=np.uint64)).run_lengths
-        ((8, 2),)
-        """
-        lengths, counts = np.unique(descriptors[:, 2], return_counts=True)
-        runs = tuple(zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True))
-        return cls(len(descriptors), int(descriptors[:, 2].sum()), runs)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the summary as JSON values."""
-        runs = [{"length": length, "count": count} for length, count in self.run_lengths]
-        return {"descriptors": self.descriptors, "bytes": self.bytes, "run_lengths": runs}
-
-    def __str__(self) -> str:
-        runs = " ".join(f"{count}x{length}" for length, count in self.run_lengths)
-        return f"{self.descriptors} descriptors, {self.bytes} bytes, {runs}"
-
-
-@dataclass(frozen=True, eq=False)
-class PairReport:
-    """The descriptors from one prefill rank to one decode rank, in total and by cache group."""
-
-    pair: PairPlan
-    decode_rank: int
-    descriptors: Descriptors
-    summary: Summary
-    groups: tuple[tuple[str, Summary], ...]
-    failure: str
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        ranks = {"prefill_rank": self.pair.assignment.source_index, "decode_rank": self.decode_rank}
-        groups = [{"group": name, **summary.as_json()} for name, summary in self.groups]
-        return {**ranks, **self.summary.as_json(), "verified": not self.failure, "groups": groups}
-
-
-@dataclass(frozen=True, eq=False)
-class PlanReport:
-    """All pairs of ranks, and the failures of their proofs. ``origin``: where the shapes of the caches come from."""
-
-    origin: str
-    prefill: Engine
-    decode: Engine
-    sources: tuple[Shard, ...]
-    requests: tuple[GroupBlocks, ...]
-    selector: int
-    pairs: tuple[PairReport, ...]
-    failures: tuple[str, ...]
-
-    @property
-    def descriptors(self) -> int:
-        """The number of descriptors of all pairs."""
-        return sum(pair.summary.descriptors for pair in self.pairs)
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of all pairs."""
-        return sum(pair.summary.bytes for pair in self.pairs)
-
-    @property
-    def notes(self) -> list[str]:
-        """A sentence about each value that the model changes."""
-        return self.prefill.notes() + self.decode.notes()
-
-    @property
-    def verified(self) -> bool:
-        """Whether no proof failed."""
-        return not self.failures
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return {
-            "descriptors": self.descriptors,
-            "bytes": self.bytes,
-            "verified": self.verified,
-            "shapes": self.origin,
-            "failures": list(self.failures),
-            "notes": self.notes,
-            "groups": [_group_json(*pair) for pair in zip(self.prefill.groups, self.requests, strict=True)],
-            "engines": {engine.name: engine.as_json() for engine in (self.prefill, self.decode)},
-            "pairs": [pair.as_json() for pair in self.pairs],
-        }
-
-
-def _group_json(group: LayerGroup, request: GroupBlocks) -> dict[str, Any]:
-    cache = group.cache
-    if isinstance(cache, AttentionCache):
-        sizes = {"kv_heads": cache.num_kv_heads, "head_size": cache.head_size, "itemsize": cache.itemsize}
-    else:
-        recurrent = cache.state_itemsize
-        sizes = {"state_heads": cache.num_heads, "itemsize": cache.itemsize, "recurrent_itemsize": recurrent}
-    holds = {"group": group.name, "kind": group.kind.value, "window": cache.window}
-    tokens = {"first_token": request.first_token, "last_token": request.last_token}
-    return {**holds, **sizes, "layers": list(group.layers), **tokens}
-
-
-def engine_of(name: str, shape: EngineShape, caches: ModelCaches) -> Engine:
-    """Return the engine of a model with these caches.
-
-    >>> from kvferry.models.families import alike
-    >>> caches = alike(AttentionCache(num_kv_heads=2, head_size=64, itemsize=2), 4)
-    >>> engine = engine_of("prefill", EngineShape(1, NamedLayout.BHLNC, 16, pp=2), caches)
-    >>> [sorted(shard.groups[0].layers) for shard in engine.shards(num_blocks=8, base_address=0)]
-    [['0', '1'], ['2', '3']]
-    """
-    groups = form_groups(caches.named())
-    block_size = resolve_block_size(groups, shape.block_size, shape.tp)
-    return Engine(name, shape, possible_layout(groups, shape.layout), block_size, groups, len(caches.layers))
-
-
-def parse_engine(option: str, text: str, block_size: int) -> EngineShape:
-    """Return the shape of an engine from text such as ``tp=2,pp=2,layout=BHLNC,block_size=32,layers=20+16``.
-
-    >>> parse_engine("--prefill", "tp=2,layout=bhlnc", 16)
-    EngineShape(tp=2, layout=<NamedLayout.BHLNC: 'BHLNC'>, block_size=16, pp=1, stages=())
-    >>> parse_engine("--prefill", "layers=20+16", 16).pp
-    2
-    >>> parse_engine("--prefill", "blocksize=2", 16)
-    Traceback (most recent call last):
-        ...
-    kvferry.errors.SettingsError: --prefill: 'blocksize' is unknown. Did you mean 'block_size'? [unknown-setting]
-    """
-    values = {"tp": "1", "layout": "BHLNC", "block_size": str(block_size), "pp": "", "layers": ""}
-    for pair in filter(None, (pair.strip() for pair in text.split(","))):
-        key, equals, value = (word.strip() for word in pair.partition("="))
-        key = "block_size" if key == "block-size" else key
-        if key == "dp":
-            what = f"{option}: a plan has no data-parallel size."
-            raise SettingsError(Reason.UNKNOWN_SETTING, what, "Leave dp out: each data-parallel rank is an engine.")
-        if key not in values:
-            what = f"{option}: {key!r} is unknown."
-            meant = did_you_mean(key, values) if key[:1].isalpha() else "Write for example tp=2."
-            raise SettingsError(Reason.UNKNOWN_SETTING, what, meant)
-        if not equals or not value:
-            raise SettingsError(Reason.INVALID_SETTING, f"{option}: {key!r} has no value.", f"Write {key}=VALUE.")
-        values[key] = value
-    layers = values["layers"]
-    stages = tuple(_positive(option, "layers", number) for number in layers.split("+")) if layers else ()
-    pp = _positive(option, "pp", values["pp"] or str(len(stages) or 1))
-    if stages and len(stages) != pp:
-        what = f"{option}: layers={layers} are {len(stages)} stages, pp is {pp}."
-        raise SettingsError(Reason.INVALID_SETTING, what, "Give the number of layers of every stage.")
-    tp, size = (_positive(option, key, values[key]) for key in ("tp", "block_size"))
-    if tp * pp > MAX_RANKS:
-        what = f"{option}: {tp} times {pp} ranks."
-        raise SettingsError(Reason.INVALID_SETTING, what, f"At most {MAX_RANKS} ranks are possible.")
-    return EngineShape(tp, NamedLayout.parse(values["layout"]), size, pp, stages)
-
-
-def _positive(option: str, key: str, value: str) -> int:
-    if not (value.isascii() and value.isdecimal() and len(value) < 10) or int(value) == 0:
-        what = f"{option}: {key} is {value!r}."
-        raise SettingsError(Reason.INVALID_SETTING, what, "Use a whole number above zero.")
-    return int(value)
-
-
-def make_report(
-    caches: ModelCaches,
-    prefill: EngineShape,
-    decode: EngineShape,
-    tokens: int,
-    blocks: Blocks,
-    seed: int = 0,
-    *,
-    verify: bool = True,
-    announce: Announce = lambda text: None,
-) -> PlanReport:
-    """Plan one request between two engines, submit the lists to the null transport, and prove them.
-
-    ``announce`` is called with each step: the proof of a million tokens takes many seconds.
-    """
-    engines = engine_of("prefill", prefill, caches), engine_of("decode", decode, caches)
-    requests, num_blocks = make_requests(engines[0], engines[1], tokens, blocks, seed)
-    sources = engines[0].shards(num_blocks[0], RANK_SPACING)
-    destinations = engines[1].shards(num_blocks[1], RANK_SPACING * (prefill.num_ranks + 1))
-    pairs: list[PairReport] = []
-    failures: list[str] = []
-    for rank, destination in enumerate(destinations):
-        requested = [blocks for blocks in requests if destination.group(blocks.group)]
-        of_rank = f"decode rank {rank} of {len(destinations)}"
-        announce(f"{of_rank}: planning")
-        received: list[PairReport] = []
-        for pair in Planner(sources, destination).plans(seed):
-            announce(f"{of_rank}: the list from prefill rank {pair.assignment.source_index} of {len(sources)}")
-            received.append(_pair_report(pair, rank, requested, verify=verify))
-        announce(f"{of_rank}: all lists together")
-        pairs += received
-        failures += [pair.failure for pair in received]
-        if verify:
-            lists = [(pair.pair.source, pair.descriptors) for pair in received]
-            proof = partial(verify_destination, lists, destination, requested)
-            failures.append(_failure(f"decode {destination.rank_name}", proof))
-    failed = tuple(filter(None, failures))
-    return PlanReport(caches.origin, *engines, tuple(sources), tuple(requests), seed, tuple(pairs), failed)
-
-
-def _pair_report(pair: PairPlan, decode_rank: int, requested: Sequence[GroupBlocks], *, verify: bool) -> PairReport:
-    lists = pair.lower_groups(requested)
-    descriptors = submitted(pair, np.concatenate([NOTHING, *lists.values()]))
-    groups = tuple((name, Summary.of(rows)) for name, rows in lists.items())
-    proof = partial(verify_pair, descriptors, pair.source, pair.destination, requested, pair.heads)
-    failure = _failure(f"{pair.source.rank_name} to {pair.destination.rank_name}", proof) if verify else ""
-    return PairReport(pair, decode_rank, descriptors, Summary.of(descriptors), groups, failure)
-
-
-def _failure(ranks: str, proof: Callable[[], object]) -> str:
-    """Return the error of a proof after the names of its ranks; empty where the proof succeeds."""
-    try:
-        proof()
-    except VerificationError as error:
-        return f"{ranks}: {error}"
-    return ""
-
-
-def submitted(pair: PairPlan, descriptors: Descriptors) -> Descriptors:
-    """Submit the pair's list to the null transport, which checks the regions, and return the submitted list."""
-    source, destination = NullTransport(), NullTransport()
-    try:
-        source.register(pair.source.regions)
-        peer = reach(source, destination.register(pair.destination.regions))
-        transfer = source.submit(peer, Direction.WRITE, descriptors)
-        if source.poll(transfer) is not Status.DONE:
-            raise SettingsError(Reason.TRANSFER_FAILED, f"the null transport failed: {transfer.error}.")
-        return source.last_submitted
-    finally:
-        source.close()
-        destination.close()
-
-
-def make_requests(
-    prefill: Engine, decode: Engine, tokens: int, blocks: Blocks, seed: int
-) -> tuple[list[GroupBlocks], tuple[int, int]]:
-    """Return one request for each group, and the number of blocks that each engine needs.
-
-    Block 0 is vLLM's null block. Groups share a pool of blocks, so no two groups have the same id. Of a sliding window
-    the request has only the tokens that the next token needs, of a state the one block.
-    """
-    used = [1, 1]
-    requests = []
-    for group in prefill.groups:
-        sizes = (1, 1) if group.kind is CacheKind.STATE else (prefill.block_size, decode.block_size)
-        last = 1 if group.kind is CacheKind.STATE else tokens
-        first = (
-            first_token_to_move(
-                num_computed_tokens=last,
-                first_token=0,
-                window=group.cache.window,
-                source_block_size=sizes[0],
-                destination_block_size=sizes[1],
-                whole_pages=False,
-            )
-            if group.cache.window
-            else 0
-        )
-        nulls = [first // size for size in sizes]
-        counts = [-(-last // size) - null for size, null in zip(sizes, nulls, strict=True)]
-        ids = block_ids(blocks, counts[0], counts[1], seed)
-        lists = [
-            [0] * null + [offset + number - 1 for number in numbers]
-            for null, offset, numbers in zip(nulls, used, ids, strict=True)
-        ]
-        used = [offset + count for offset, count in zip(used, counts, strict=True)]
-        named = {"source_block_ids": lists[0], "destination_block_ids": lists[1]}
-        requests.append(GroupBlocks(group=group.name, first_token=first, last_token=last, **named))  # type: ignore[arg-type]
-    return requests, (used[0], used[1])
-
-
-def block_ids(blocks: Blocks, num_source: int, num_destination: int, seed: int) -> tuple[list[int], list[int]]:
-    """Return the ids of a request's blocks at source and destination, from 1 on.
-
-    No two scattered blocks are neighbours in both lists, where the number of blocks allows that.
-
-    >>> block_ids(Blocks.DESCENDING, 3, 3, 0)
-    ([3, 2, 1], [3, 2, 1])
-    """
-    source, destination = np.arange(1, num_source + 1), np.arange(1, num_destination + 1)
-    if blocks is Blocks.DESCENDING:
-        source, destination = source[::-1], destination[::-1]
-    if blocks is Blocks.SCATTERED:
-        generator = np.random.default_rng(seed)
-        source, destination = generator.permutation(source), generator.permutation(destination)
-        if num_source == num_destination:
-            _part_neighbours(source, destination, generator)
-    return source.tolist(), destination.tolist()
-
-
-def _part_neighbours(source: Any, destination: Any, generator: np.random.Generator) -> None:
-    """Exchange source ids until no two blocks are neighbours in both lists. One exchange in n makes new neighbours."""
-    order = np.argsort(destination)
-    while len(order) > 1:
-        neighbours = order[1:][np.diff(source[order]) == 1]
-        if not len(neighbours):
-            return
-        for index in neighbours.tolist():
-            other = int(generator.integers(len(order)))
-            source[index], source[other] = source[other], source[index]
 
 
 def plan(
@@ -483,12 +61,20 @@ def plan(
     blocks: Annotated[Blocks, typer.Option(help="Order of the block ids.")] = Blocks.SCATTERED,
     model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or a folder with one.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of scattered ids and of the choice among replicas.", min=0)] = 0,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s (10^9 bytes) of each rank's link; predicts the time.", min=1e-3)
+    ] = None,
+    per_descriptor: Annotated[
+        float | None, typer.Option(help="Microseconds that each descriptor adds at its sender; 0 unless given.", min=0)
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture of the plan to this file.", dir_okay=False)] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain sources, runs, refusals.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the descriptors from a prefill to a decode engine, per pair of ranks and cache group.
 
-    No bytes are moved. A proof that shares no code with the planner checks every list.
+    No bytes are moved. A proof that shares no code with the planner checks every list. "per layer" counts the
+    descriptors of the same request where each layer's memory is apart, as in vLLM without kvferry.
 
     Try:
 
@@ -499,10 +85,13 @@ def plan(
     with refused(as_json):
         caches = caches_of(model, layers, kv_heads, head_size, dtype)
         engines = parse_engine("--prefill", prefill, block_size), parse_engine("--decode", decode, block_size)
+        link = parse_link(bandwidth, per_descriptor)
         with progress("planning") as announce:
-            report = make_report(caches, *engines, tokens, blocks, seed, announce=announce)
+            report = make_report(caches, *engines, tokens, blocks, seed, link=link, announce=announce)
             announce("explaining")
             explanation = explain_plan(report) if explain else []
+            if svg:
+                _write(svg, draw_plan(report))
     if as_json:
         more = {"explanation": explanation} if explain else {}
         typer.echo(json.dumps({**report.as_json(), **more}, indent=2))
@@ -512,26 +101,70 @@ def plan(
         raise typer.Exit(1)
 
 
+def _write(path: Path, text: str) -> None:
+    """Write a file. Raises :class:`SettingsError` where that is not possible."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        what = f"--svg: {path} cannot be written: {error.strerror}."
+        raise SettingsError(Reason.INVALID_SETTING, what, "Name a file in a folder that exists.") from error
+
+
 def _print_report(report: PlanReport, explanation: list[str]) -> None:
     table = Table(title="Descriptors from prefill to decode", caption="run lengths: number x length")
-    for column in ("prefill rank", "decode rank", "group", "descriptors", "bytes", "run lengths", "verified"):
+    columns = ("prefill rank", "decode rank", "group", "descriptors", "per layer", "bytes", "run lengths", "verified")
+    for column in columns:
         table.add_column(column, justify="left" if column in ("group", "run lengths", "verified") else "right")
     for pair in report.pairs:
         ranks = [_rank(report.prefill, pair.pair.assignment.source_index), _rank(report.decode, pair.decode_rank)]
         for group, summary in pair.groups:
-            table.add_row(*ranks, group, *_cells(summary), "NO" if pair.failure else "yes")
+            per_layer = _count_or_dash(pair.per_layer_groups.get(group))
+            verified = "NO" if pair.failure else "yes"
+            table.add_row(
+                *ranks,
+                group,
+                str(summary.descriptors),
+                per_layer,
+                format_bytes(summary.bytes),
+                _run_lengths(summary),
+                verified,
+            )
             ranks = ["", ""]
         table.add_section()
-    total = "yes" if report.verified else "NO"
-    table.add_row("", "", "total", str(report.descriptors), format_bytes(report.bytes), "", total)
+    total = [str(report.descriptors), _count_or_dash(report.per_layer_descriptors), format_bytes(report.bytes)]
+    table.add_row("", "", "total", *total, "", "yes" if report.verified else "NO")
     console = open_console()
     for line in (f"shapes of the caches: {report.origin}", *report.notes):
         console.print(line, markup=False, highlight=False)
     console.print(table)
+    for line in totals(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for failure in report.failures:
         console.print(failure, style="red", markup=False)
     for line in explanation:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _count_or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def totals(report: PlanReport) -> list[str]:
+    """Return what the table leaves out: bytes per token, the per-layer layouts, the predicted time, replicas."""
+    lines = [
+        f"bytes per token: {report.bytes_per_token:,.0f} on average over {report.tokens} tokens",
+        f"per layer: the same request in layout {per_layer_layouts(report)}, where each layer's memory is apart",
+    ]
+    if report.link and report.seconds is not None:
+        cost = f"{report.link.seconds_per_descriptor * 1e6:g} us per descriptor"
+        beside = report.per_layer_seconds
+        per_layer = "" if beside is None else f", per layer {format_seconds(beside)}"
+        lines.append(
+            f"predicted time of the busiest rank, at {report.link.bandwidth / 1e9:g} GB/s and {cost}: "
+            f"{format_seconds(report.seconds)}{per_layer}"
+        )
+    replicated = [str(each) for each in report.replicas if each.is_replicated]
+    return lines + ([f"replicas: {each}" for each in replicated] or ["replicas: none, so all bytes are sent once"])
 
 
 def _rank(engine: Engine, index: int) -> str:
@@ -539,75 +172,110 @@ def _rank(engine: Engine, index: int) -> str:
     return f"pp {stage} tp {rank}" if engine.wanted.pp > 1 else str(index)
 
 
-def _cells(summary: Summary) -> list[str]:
+def _run_lengths(summary: Summary) -> str:
     runs = [f"{count}x{format_bytes(length)}" for length, count in summary.run_lengths]
     more = [f"and {len(runs) - MAX_RUN_LENGTHS} more"] if len(runs) > MAX_RUN_LENGTHS else []
-    return [str(summary.descriptors), format_bytes(summary.bytes), " ".join(runs[:MAX_RUN_LENGTHS] + more)]
+    return " ".join(runs[:MAX_RUN_LENGTHS] + more)
 
 
 def explain_plan(report: PlanReport) -> list[str]:
-    """Return the explanation of a whole plan: engines and groups, then each pair, then refusals and changes."""
+    """Return the explanation of a whole plan: engines and groups, descriptors, sources, runs, refusals and changes.
+
+    A sentence that holds for several groups or ranks stands there once, with their names.
+    """
     lines = [f"shapes of the caches: {report.origin}"]
     for engine in (report.prefill, report.decode):
         sizes = f"TP {engine.wanted.tp}, PP {engine.wanted.pp}, blocks of {engine.block_size} tokens"
         lines.append(f"{engine.name}: {sizes}, layout {engine.layout}, cache groups: {len(engine.groups)}")
-    for group, request in zip(report.prefill.groups, report.requests, strict=True):
-        lines.append(_group_line(group, request))
-    for pair in report.pairs:
-        lines += _pair_lines(pair, report)
+    lines += _group_lines(report)
+    lines += ["descriptors:", *(f"  {line}" for line in _descriptor_lines(report))]
+    lines += ["sources of the heads:", *(f"  {line}" for line in _source_lines(report))]
+    lines += ["runs:", *(f"  {line}" for line in _run_lines(report))]
     refused = [*report.notes, *report.failures]
     lines.append("refused or changed:" if refused else "refused or changed: nothing")
     return [*lines, *(f"  {line}" for line in refused)]
 
 
-def spans(numbers: Iterable[str]) -> str:
-    """Return the numbers of layers as ranges.
-
-    >>> spans(["0", "1", "2", "5", "7", "8"])
-    '0-2 5 7-8'
-    """
-    ranges: list[list[int]] = []
-    for number in sorted(map(layer_of, numbers)):
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return " ".join(f"{first}-{last}" if first != last else str(first) for first, last in ranges)
-
-
-def _group_line(group: LayerGroup, request: GroupBlocks) -> str:
-    if group.kind is CacheKind.STATE:
-        requested = "one block, which holds the last state"
-    else:
-        requested = f"tokens {request.first_token} to {request.last_token}"
-    if group.cache.window:
-        requested += f", from the first block that reaches into the window of {group.cache.window} tokens"
-    return f"group {group.name}: {len(group.layers)} layers ({spans(group.layers)}), {requested}"
-
-
-def _pair_lines(report: PairReport, plan: PlanReport) -> list[str]:
-    pair = report.pair
-    lines = [f"{pair.source.rank_name} (prefill) to {pair.destination.rank_name} (decode): {report.summary}"]
-    for name, group in pair.groups.items():
-        matched = spans(group.source_group.layers & group.destination_group.layers)
-        components = [component for component in pair.assignment.components if component.group == name]
-        lines.append(f"  {name}: layers {matched} match by name")
-        lines += [f"    {_source_line(component, group, pair, plan)}" for component in components]
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, group in pair.groups.items():
-        alike.setdefault(tuple(_template_lines(group)), []).append(name)
-    for template, names in alike.items():
-        lines += [f"  {', '.join(names)}:", *(f"    {line}" for line in template)]
+def _group_lines(report: PlanReport) -> list[str]:
+    alike: dict[tuple[int, str], list[LayerGroup]] = {}
+    for group, request in zip(report.prefill.groups, report.requests, strict=True):
+        alike.setdefault((len(group.layers), _requested(group, request)), []).append(group)
+    lines = []
+    for (num_layers, requested), groups in alike.items():
+        names, layers = name_groups(group.name for group in groups), spans(itertools.chain(*(g.layers for g in groups)))
+        each = " each" if len(groups) > 1 else ""
+        lines.append(f"group {names}: {num_layers} layers{each} ({layers}), {requested}")
     return lines
 
 
-def _source_line(component: ComponentHeads, group: GroupPlan, pair: PairPlan, plan: PlanReport) -> str:
-    replicas = _replicas(component, group.source_group, plan.sources)
-    heads = " ".join(map(repr, component.heads))
-    chosen = f"{component.component} heads {heads} from {pair.source.rank_name}"
+def _requested(group: LayerGroup, request: GroupBlocks) -> str:
+    if group.kind is CacheKind.STATE:
+        return "one block, which holds the last state"
+    requested = f"tokens {request.first_token} to {request.last_token}"
+    if group.cache.window:
+        requested += f", from the first block that reaches into the window of {group.cache.window} tokens"
+    return requested
+
+
+def _between(report: PlanReport, pairs: Sequence[PairReport]) -> str:
+    """Return the ranks of some pairs, or that it is all of them."""
+    if len(pairs) == len(report.pairs) > 1:
+        return "every pair of ranks"
+    return ", ".join(
+        f"prefill {_rank(report.prefill, pair.pair.assignment.source_index)} to "
+        f"decode {_rank(report.decode, pair.decode_rank)}"
+        for pair in pairs
+    )
+
+
+def _descriptor_lines(report: PlanReport) -> list[str]:
+    alike: dict[str, list[PairReport]] = {}
+    for pair in report.pairs:
+        alike.setdefault(str(pair.summary), []).append(pair)
+    return [
+        f"{_between(report, pairs)}: {summary}{' each' if len(pairs) > 1 else ''}" for summary, pairs in alike.items()
+    ]
+
+
+def _source_lines(report: PlanReport) -> list[str]:
+    """Return which heads come from where, said once for all groups of which it is true."""
+    moves: dict[tuple[str, int, str], list[str]] = {}
+    for pair in report.pairs:
+        for component in pair.pair.assignment.components:
+            group = pair.pair.groups[component.group]
+            replicas = _replicas(component, group.source_group, report.sources)
+            heads = " ".join(map(repr, component.heads))
+            move = f"{heads} from {_between(report, [pair])}"
+            layers = group.source_group.layers & group.destination_group.layers
+            if layers < _all_layers(report, component.group):
+                move += f" (layers {spans(layers)})"
+            moves.setdefault((component.group, replicas, component.component), []).append(move)
+    alike: dict[tuple[int, tuple[str, ...]], dict[str, list[str]]] = {}
+    for (group_name, replicas, name), of_component in moves.items():
+        alike.setdefault((replicas, tuple(of_component)), {}).setdefault(group_name, []).append(name)
+    return [
+        f"{subject}, {_chosen(replicas, report.selector)}: {'; '.join(of_component)}"
+        for (replicas, of_component), groups in alike.items()
+        for subject in _subjects(groups)
+    ]
+
+
+def _all_layers(report: PlanReport, name: str) -> frozenset[str]:
+    return next(frozenset(group.layers) for group in report.prefill.groups if group.name == name)
+
+
+def _subjects(groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return components with their groups; groups with the same components are named together."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for group, components in groups.items():
+        alike.setdefault(tuple(components), []).append(group)
+    return [f"{' and '.join(names)} heads of {name_groups(members)}" for names, members in alike.items()]
+
+
+def _chosen(replicas: int, selector: int) -> str:
     if replicas == 1:
-        return f"{chosen}, the only rank that holds them"
-    return f"{chosen}, one of {replicas} ranks that hold them, by selector {plan.selector}"
+        return "from the only rank that holds them"
+    return f"from one of {replicas} ranks that hold them, by selector {selector}"
 
 
 def _replicas(component: ComponentHeads, sent: CacheGroup, sources: Sequence[Shard]) -> int:
@@ -618,6 +286,21 @@ def _replicas(component: ComponentHeads, sent: CacheGroup, sources: Sequence[Sha
         all(any(one.start <= head.start and head.end <= one.end for one in heads) for head in component.heads)
         for heads in held
     )
+
+
+def _run_lines(report: PlanReport) -> list[str]:
+    """Return the runs of a block, said once for all groups and pairs of ranks that have the same."""
+    by_group: dict[tuple[tuple[str, ...], str], list[PairReport]] = {}
+    for pair in report.pairs:
+        for name, group in pair.pair.groups.items():
+            by_group.setdefault((tuple(_template_lines(group)), name), []).append(pair)
+    alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for (template, name), pairs in by_group.items():
+        alike.setdefault((template, _between(report, pairs)), []).append(name)
+    lines = []
+    for (template, ranks), names in alike.items():
+        lines += [f"{name_groups(names)}, {ranks}:", *(f"  {line}" for line in template)]
+    return lines
 
 
 def _template_lines(group: GroupPlan) -> list[str]:

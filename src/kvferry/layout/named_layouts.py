@@ -65,6 +65,15 @@ class NamedLayout(StrEnum):
         """Whether a block's bytes of all layers are contiguous."""
         return self.order[0] is Axis.B
 
+    @property
+    def per_layer(self) -> "NamedLayout":
+        """The layout in which each layer's memory is apart, with the same order of the other axes.
+
+        >>> NamedLayout.BHLNC.per_layer.value, NamedLayout.BLNHC.per_layer.value
+        ('LBHNC', 'LBNHC')
+        """
+        return NamedLayout("L" + self.value.replace("L", ""))
+
     def strides(self, sizes: Mapping[Axis, int]) -> dict[Axis, int]:
         """Return the stride of each axis of a dense array, in the unit of the size of C.
 

@@ -191,7 +191,7 @@ def check_engine_kernels(
             raise LayoutError(
                 Reason.KERNEL_CANNOT_READ_LAYOUT,
                 f"{verdict}; the largest difference is {verdict.difference:.3g}.",
-                f"Set VLLM_KV_CACHE_LAYOUT to {per_layer(layout)}; 'kvferry doctor --kernels' shows which layouts this "
+                f"Set VLLM_KV_CACHE_LAYOUT to {layout.per_layer}; 'kvferry doctor --kernels' shows which layouts this "
                 "machine's kernels read.",
             )
     logger.info("kvferry: kernels checked on layout %s in %.3f s", layout, time.perf_counter() - began_at)
@@ -220,7 +220,7 @@ def _engine_verdicts(
                 yield Verdict(case, layout, Outcome.NOT_CHECKED, 0.0, f"cannot be run by itself: {error}")
                 continue
             try:
-                yield from compare_layouts(kernel, case, allocate, (layout,), per_layer(layout))
+                yield from compare_layouts(kernel, case, allocate, (layout,), layout.per_layer)
             finally:
                 # The kernels must make their views of the engine's own cache.
                 for name in names:
@@ -252,15 +252,6 @@ def _allocate_as_engine(
     few = replace(kv_cache_config, num_blocks=NUM_BLOCKS, kv_cache_tensors=tensors)
     views = allocate_kv_cache(few, device, KVCacheLayout[layout.name])
     return [views[name] for name in layer_names]
-
-
-def per_layer(layout: NamedLayout) -> NamedLayout:
-    """Return the per-layer layout with the same order of the other axes.
-
-    >>> per_layer(NamedLayout.BHLNC).value, per_layer(NamedLayout.BLNHC).value
-    ('LBHNC', 'LBNHC')
-    """
-    return NamedLayout.parse("L" + layout.value.replace("L", ""))
 
 
 def _is_checkable(spec: Any, cache: torch.Tensor) -> bool:
