@@ -103,11 +103,14 @@ class BenchSettings:
         layers = model_caches(self.model, self.dtype).layers
         return sum(cache.page_bytes(1, 1) for layer in layers for cache in layer if isinstance(cache, AttentionCache))
 
+    def tokens_in_cache(self) -> int:
+        """Return the tokens that an engine's cache has room for, with a margin."""
+        return int(self.cache_bytes / self.token_bytes() / CACHE_MARGIN)
+
     def cells(self) -> tuple[list[Cell], dict[Cell, str]]:
         """Return the cells to measure, and why others are left out."""
-        token_bytes = self.token_bytes()
-        fits = int(self.cache_bytes / token_bytes / CACHE_MARGIN)
-        longest = min(self.max_model_len - self.output_tokens, fits)
+        token_bytes, fits = self.token_bytes(), self.tokens_in_cache()
+        longest = min(self.max_model_len, fits) - self.output_tokens
         lengths = sorted({longest if tokens is None else tokens for tokens in self.tokens})
         measured, left_out = [], {}
         for tokens in lengths:
@@ -115,8 +118,8 @@ class BenchSettings:
                 cell = Cell(tokens, at_once)
                 if tokens + self.output_tokens > self.max_model_len:
                     left_out[cell] = f"left out: the engines take {self.max_model_len} tokens (--max-model-len)."
-                elif tokens * at_once > fits:
-                    needed = format_bytes(tokens * at_once * token_bytes * CACHE_MARGIN)
+                elif (tokens + self.output_tokens) * at_once > fits:
+                    needed = format_bytes((tokens + self.output_tokens) * at_once * token_bytes * CACHE_MARGIN)
                     has = format_bytes(self.cache_bytes)
                     left_out[cell] = f"left out: it needs {needed} of cache, an engine has {has} (--cache)."
                 else:
@@ -137,7 +140,7 @@ class BenchSettings:
             connector=CONNECTORS[connector] or "KVFerryConnector",
             tensor_parallel_size=tp_size,
             dtype=self.dtype,
-            max_model_len=self.max_model_len,
+            max_model_len=min(self.max_model_len, self.tokens_in_cache()),  # vLLM starts with no smaller cache
             kv_cache_bytes=self.cache_bytes // tp_size,
             gpu_memory=self._gpu_memory(),
             cores=None if self.devices else spread_over_cores(tp_size, from_last=role == "kv_consumer"),
