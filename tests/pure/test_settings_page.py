@@ -105,6 +105,19 @@ def test_a_wrong_setting_of_the_offload_connector_is_refused(given: dict[str, An
     assert said in str(refused.value)
 
 
+def test_all_wrong_settings_of_the_offload_connector_are_told_at_once() -> None:
+    for given, told in (
+        ({"disk_path": "/a", "loads": "never"}, ["loads: ", "host_bytes is missing", "disk_path and disk_bytes go"]),
+        ({"host_bytes": "8 gigs", "disk_bytes": "x", "disk_path": "/a"}, ["host_bytes '8 gigs'", "disk_bytes 'x'"]),
+        ({"host_byte": 1, "pool_master": "a", "pool_bytes": 1}, ["unknown setting 'host_byte'", "pool_master 'a'"]),
+    ):
+        with pytest.raises(SettingsError) as refused:
+            parse_offload_settings(given)
+        lines = str(refused.value).splitlines()
+        assert len(lines) == len(told), lines
+        assert all(said in line for said, line in zip(told, lines, strict=True)), lines
+
+
 def test_sizes_may_be_text() -> None:
     sizes = ("4096", "4 KiB", "4kib", "4.096 kB", 4096)
     assert {parse_offload_settings({"host_bytes": size}).host_bytes for size in sizes} == {4096}
