@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -152,3 +153,13 @@ def _check_master(settings: OffloadSettings) -> None:
         check_master(settings.pool_master)
     except TierError as error:
         raise SettingsError(error.reason, f"pool_master {error.message}", error.remedy) from error
+
+
+def disk_folder(settings: OffloadSettings, data_parallel_rank: int) -> Path:
+    """Return the folder of this engine's disk tier: each data-parallel rank is an engine.
+
+    >>> disk_folder(OffloadSettings(1, disk_path="/data"), 2).as_posix()
+    '/data/dp2'
+    """
+    folder = Path(settings.disk_path)
+    return folder / f"dp{data_parallel_rank}" if data_parallel_rank else folder
