@@ -258,11 +258,16 @@ class SeveralErrors(SettingsError):
     """
 
     def __init__(self, errors: Sequence[KVFerryError]) -> None:
-        super().__init__(errors[0].reason, "\n".join(" ".join(str(each).split()) for each in errors))
+        super().__init__(errors[0].reason, "\n".join(map(in_one_line, errors)))
         self.errors = tuple(errors)
 
     def __str__(self) -> str:
         return self.message
+
+
+def in_one_line(error: KVFerryError) -> str:
+    """Return the message, the remedy and the reason, without line breaks."""
+    return " ".join(str(error).split())
 
 
 def raise_all(errors: Sequence[KVFerryError]) -> None:

@@ -13,6 +13,7 @@ from kvferry.cli.main import app
 from kvferry.cli.settings import SettingDescription, describe_settings
 from kvferry.errors import Reason, SettingsError
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
+from kvferry.integrations.vllm.refused_flags import RULES
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,9 @@ def test_every_setting_is_in_every_output() -> None:
     names = [*Settings.__struct_fields__, *OffloadSettings.__struct_fields__]
     page, listed = printed("--markdown"), json.loads(printed("--json"))
     assert [each["name"] for each in (*listed["settings"], *listed["offload_settings"])] == names
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == names
+    before, flags = page.split("## Flags of vLLM")
+    assert re.findall(r"^\| `(\w+)` \|", before, re.MULTILINE) == names
+    assert all(f"| `{rule.flag}` | refused" in flags and rule.when in flags for rule in RULES)
     assert all(re.search(rf"^│ {name} ", printed(), re.MULTILINE) for name in names)
 
 
@@ -136,4 +139,5 @@ def test_the_readme_gives_the_same_defaults() -> None:
 
 
 def test_markdown_or_json() -> None:
-    assert CliRunner().invoke(app, ["settings", "--markdown", "--json"]).exit_code == 2
+    for other in (["--json"], ["--check", "{}"]):
+        assert CliRunner().invoke(app, ["settings", "--markdown", *other]).exit_code == 2

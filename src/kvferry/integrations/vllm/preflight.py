@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvferry.errors import (
     HandoffError,
     KVFerryError,
@@ -134,6 +136,12 @@ def transfer_of(given: Any) -> list[ConnectorConfig]:
     if not any(each.name in READERS for each in found):
         named = " and ".join(repr(each.name) for each in found) or "no connector"
         raise invalid_setting(f"--kv-transfer-config names {named}.", did_you_mean(str(given["kv_connector"]), READERS))
+    return found
+
+
+def settings_in_force(connector: ConnectorConfig) -> dict[str, Any]:
+    """Return every setting of a connector of kvferry's, as JSON values, with the defaults."""
+    found: dict[str, Any] = msgspec.to_builtins(READERS[connector.name](connector.settings).settings)
     return found
 
 

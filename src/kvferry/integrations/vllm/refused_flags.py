@@ -188,12 +188,12 @@ RULES = (
 )
 
 NEEDED = (
-    ("--prefix-caching-hash-algo", "sha256_cbor, or `PYTHONHASHSEED`, with `disk_path` or `pool_master`"),
-    ("--enable-prefix-caching", "or --mm-processor-cache-gb above 0, for images with `disk_path` or `pool_master`"),
+    ("--prefix-caching-hash-algo sha256_cbor", "`disk_path` or `pool_master`, unless `PYTHONHASHSEED` is set"),
+    ("--mm-processor-cache-gb", "these and images, unless prefixes are cached"),
 )
 """Flags that are needed: :func:`~kvferry.integrations.vllm.offload_names.why_private` refuses an engine without."""
 IGNORED = ("kv_port", "kv_buffer_device", "enable_permute_local_kv")
-"""Fields of ``--kv-transfer-config`` that nothing here reads."""
+"""Fields of ``--kv-transfer-config`` that nothing of kvferry reads."""
 
 
 def check_flags(config: "VllmConfig", connector: ConnectorConfig, found: Found[Any]) -> None:
