@@ -9,12 +9,14 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as limits
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from typer.testing import CliRunner
@@ -59,14 +61,12 @@ def taken_port() -> Iterator[int]:
 
 def expired_keys(folder: Path, patch: pytest.MonkeyPatch) -> Path:
     """Make keys whose certificate was valid for a day."""
-    from cryptography import x509
-
-    class Short(x509.CertificateBuilder):
-        def not_valid_after(self, time: Any) -> "Any":
-            return super().not_valid_after(time.replace(year=2000, month=1, day=2))
+    from cryptography.x509 import CertificateBuilder
 
     with patch.context() as changed:
-        changed.setattr(x509, "CertificateBuilder", Short)
+        set_end = CertificateBuilder.not_valid_after
+        early = datetime(2000, 1, 2)
+        changed.setattr(CertificateBuilder, "not_valid_after", lambda builder, _: set_end(builder, early))
         changed.setattr(trust, "_refuse_expired", lambda _: None)
         make_keys(folder)
     return folder
@@ -252,7 +252,7 @@ def test_hashes_that_differ_between_processes_are_refused_where_others_are_to_fi
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     shared = {"host_bytes": 1, "disk_path": str(tmp_path), "disk_bytes": 1, "model_id": "m"}
     for settings, reasons in ((shared, [Reason.UNREPEATABLE_HASHES]), ({"host_bytes": 1}, [])):
-        found = flag_errors(OFFLOAD, settings, prefix_caching_hash_algo="sha256")
+        found = flag_errors(OFFLOAD, settings, prefix_caching_hash_algo="xxhash")
         assert [error.reason for error in found] == reasons
     assert flag_errors(OFFLOAD, shared) == []
 
@@ -316,6 +316,7 @@ values = st.none() | st.booleans() | st.integers(-1, 1 << 60) | st.sampled_from(
 names = st.sampled_from([*preflight.Settings.__struct_fields__, *preflight.OffloadSettings.__struct_fields__, "prot"])
 
 
+@limits(max_examples=50)
 @given(st.dictionaries(names, values | st.lists(values, max_size=2), max_size=4), st.sampled_from([CONNECTOR, OFFLOAD]))
 def test_whatever_is_given_is_taken_or_refused_in_lines(settings: dict[str, Any], name: str) -> None:
     """A line for each error, each with a reason; what is refused together is refused alone too."""
