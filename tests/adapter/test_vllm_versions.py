@@ -145,7 +145,7 @@ def test_nothing_is_said_of_a_tested_version_nor_by_vllms_other_processes(
     assert not [each for each in caplog.records if each.name == versions.__name__]
 
 
-def test_the_plugin_registers_nothing_where_a_function_is_gone(
+def test_the_plugin_refuses_its_connectors_where_a_function_is_gone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
