@@ -3,7 +3,7 @@
 import difflib
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Self
 
@@ -246,3 +246,31 @@ class TierError(KVFerryError):
 
 class SettingsError(KVFerryError, ValueError):
     """A setting is unknown or out of range."""
+
+
+class SeveralErrors(SettingsError):
+    """Several refusals of one configuration. The text has a line for each of ``errors``, the reason is the first's.
+
+    >>> port = SettingsError(Reason.PORT_IN_USE, "port 5600 is taken.", "Set another port.")
+    >>> print(SeveralErrors([port, SettingsError(Reason.INVALID_SETTING, "loads: 'never' is not one of its values.")]))
+    port 5600 is taken. Set another port. [port-in-use]
+    loads: 'never' is not one of its values. [invalid-setting]
+    """
+
+    def __init__(self, errors: Sequence[KVFerryError]) -> None:
+        super().__init__(errors[0].reason, "\n".join(map(in_one_line, errors)))
+        self.errors = tuple(errors)
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def in_one_line(error: KVFerryError) -> str:
+    """Return the message, the remedy and the reason, without line breaks."""
+    return " ".join(str(error).split())
+
+
+def raise_all(errors: Sequence[KVFerryError]) -> None:
+    """Raise one error as it is, and more as :class:`SeveralErrors`; nothing without one."""
+    if errors:
+        raise errors[0] if len(errors) == 1 else SeveralErrors(errors)

@@ -49,7 +49,7 @@ class Rank:
     @classmethod
     def of(cls, asked: dict[str, Any], tp_rank: int, tp_size: int, num_blocks: int) -> "Rank":
         model = Model({**asked, "tp": tp_size}, num_blocks, tp_rank)
-        translate.check_supported(model.config, model.cache)
+        translate.check_supported(model.cache)
         with set_current_vllm_config(model.config):
             views = allocate_kv_cache(model.cache, torch.device("cpu"), KVCacheLayout[asked["layout"]])
             layers = model.config.compilation_config.static_forward_context

@@ -690,8 +690,7 @@ def test_a_hub_that_is_not_hugging_faces_is_not_shared(
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
     config: Any = SimpleNamespace(load_config=engine.config().load_config)
     of_model: Any = SimpleNamespace(model="some/model", revision=None, model_weights="")
-    found = offload_names._weights(config, of_model)
-    assert not found.are_known
+    assert not offload_names._are_known(config, of_model)
 
 
 def test_unknown_weights_of_a_drafter_are_not_shared(make_engine: Callable[[], Engine]) -> None:

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, raise_all
 from kvferry.handoff.handshake import decode_shards, fetch_directory
 from kvferry.handoff.messages import PROTOCOL_VERSION, Directory, EndPoint, Identity, RankEntry
 from kvferry.handoff.wire.server import Server
@@ -27,6 +27,7 @@ from kvferry.layout.shard import Shard, encode_shard
 from kvferry.plan.planner import Planner
 
 from ..matrix_refusals import REFUSALS, Refusal, Where
+from .engine_flags import flag_errors
 from .test_vllm_translate import ATTENTION, BLOCK_SIZE, FULL, STATE, WINDOW, attention_view, block_rows, engine, groups
 
 IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 2, 4, 8, "none", "float32")
@@ -34,12 +35,10 @@ HOST, EPOCH, ONE = "127.0.0.1", 7, ["0"]
 Patch = pytest.MonkeyPatch
 
 
-def start(patch: Patch, spec: Any = FULL, **changes: Any) -> None:
-    """Let the adapter look at an engine with this specification as it starts; ``changes`` are to its configuration."""
-    config = engine(patch)
-    for name, value in changes.items():
-        setattr(config if hasattr(config, name) else config.parallel_config, name, value)
-    translate.check_supported(config, groups((["0"], FULL), (["1"], spec)))
+def start(spec: Any = FULL, **changes: Any) -> None:
+    """Let an engine with these flags be configured, and let the adapter look at its caches as it starts."""
+    raise_all(flag_errors(**changes))
+    translate.check_supported(groups((["0"], FULL), (["1"], spec)))
 
 
 def shard(patch: Patch, *named: tuple[list[str], Any], isa: str = "vec") -> Shard:
@@ -85,24 +84,24 @@ def quantised(patch: Patch, scale: float) -> Shard:
     return translate.shard_of(config, groups((ONE, spec)), {"0": attention_view(block_rows(1), 0)}, tp_rank=0)
 
 
-def kept_in_host_memory(patch: Patch) -> None:
+def kept_in_host_memory(_: Patch) -> None:
     config = groups((ONE, FULL))
     config.kv_cache_groups[0].host_resident = True
-    translate.check_supported(engine(patch), config)
+    translate.check_supported(config)
 
 
 SHAPES = {"shapes": STATE.shapes, "dtypes": STATE.dtypes, "block_size": 64}
 HALF_BLOCKS = FullAttentionSpec(**{**ATTENTION, "block_size": BLOCK_SIZE // 2})
 WIDER = SlidingWindowSpec(**ATTENTION, sliding_window=64)
 ATTEMPTS: dict[str, Callable[[Patch], None]] = {
-    "context-parallel": lambda patch: start(patch, decode_context_parallel_size=2),
-    "prefill-context-parallel": lambda patch: start(patch, prefill_context_parallel_size=2),
-    "quantised-cache": lambda patch: start(patch, FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.NVFP4)),
-    "chunked-attention": lambda patch: start(patch, ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64)),
-    "cached-states": lambda patch: start(patch, MambaSpec(**SHAPES, mamba_cache_mode="align")),
-    "draft-states": lambda patch: start(patch, MambaSpec(**SHAPES, num_speculative_blocks=1)),
-    "other-states": lambda patch: start(patch, MambaSpec(**SHAPES, mamba_type=MambaAttentionBackendEnum.LINEAR)),
-    "drafter-ahead": lambda patch: start(patch, num_prefill_lookahead_tokens=2),
+    "context-parallel": lambda _: start(decode_context_parallel_size=2),
+    "prefill-context-parallel": lambda _: start(prefill_context_parallel_size=2),
+    "quantised-cache": lambda _: start(FullAttentionSpec(**ATTENTION, kv_quant_mode=KVQuantMode.NVFP4)),
+    "chunked-attention": lambda _: start(ChunkedLocalAttentionSpec(**ATTENTION, attention_chunk_size=64)),
+    "cached-states": lambda _: start(MambaSpec(**SHAPES, mamba_cache_mode="align")),
+    "draft-states": lambda _: start(MambaSpec(**SHAPES, num_speculative_blocks=1)),
+    "other-states": lambda _: start(MambaSpec(**SHAPES, mamba_type=MambaAttentionBackendEnum.LINEAR)),
+    "drafter-ahead": lambda _: start(num_prefill_lookahead_tokens=2),
     "host-resident": kept_in_host_memory,
     "kernel-splits-blocks": split_blocks,
     "empty-stage": lambda patch: translate.shard_of(engine(patch, pp_size=2), groups(([], FULL)), {}, 0, 1),
@@ -143,7 +142,7 @@ def test_refused(refusal: Refusal, monkeypatch: Patch, record_property: Callable
 
 
 def test_equal_peers_are_not_refused(monkeypatch: Patch) -> None:
-    start(monkeypatch, MambaSpec(**SHAPES))
+    start(MambaSpec(**SHAPES))
     ask()
     for isa in ("vec", "amx"):
         meet(shard(monkeypatch, (ONE, FULL), isa=isa), shard(monkeypatch, (ONE, FULL), isa=isa))

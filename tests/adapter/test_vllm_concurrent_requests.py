@@ -13,18 +13,20 @@ import torch
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
+from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.holds import handle_of_transfer
 from kvferry.handoff.messages import Release, Renew
 from kvferry.handoff.source import END, BlockList
 from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.client import ask
+from kvferry.integrations.vllm.refused_flags import is_data_parallel
 from kvferry.integrations.vllm.request_checks import check_params
 from kvferry.integrations.vllm.scheduler import source as source_module
 from kvferry.integrations.vllm.scheduler.params import prompt_digest
-from kvferry.integrations.vllm.scheduler.source import is_data_parallel, tells_after_the_end
+from kvferry.integrations.vllm.scheduler.source import tells_after_the_end
 
 from ..waits import wait_until
+from .engine_flags import flag_errors
 from .flows import FLOWS, Flow, to_decode, to_prefill
 from .scheduler_requests import (
     A_RANK,
@@ -407,7 +409,7 @@ def test_engines_whose_workers_learn_after_the_end_what_is_final(changed: dict[s
 def test_the_id_of_a_data_parallel_rank_shows_it(changed: dict[str, Any], is_one_of_several: bool) -> None:
     flat = SimpleNamespace(**({"data_parallel_size": 1, "data_parallel_index": 0, "engine_id": "a"} | changed))
     config: Any = SimpleNamespace(parallel_config=flat, kv_transfer_config=flat)
-    assert is_data_parallel(config) is is_one_of_several
+    assert is_data_parallel(config, flat.engine_id) is is_one_of_several
 
 
 @pytest.mark.parametrize(
@@ -416,13 +418,14 @@ def test_the_id_of_a_data_parallel_rank_shows_it(changed: dict[str, Any], is_one
     ids=str,
 )
 def test_a_data_parallel_engine_of_a_router_that_names_no_rank_does_not_start(
-    given: dict[str, Any], make_role: Any
+    given: dict[str, Any],
 ) -> None:
-    with pytest.raises(SettingsError) as refused:
-        make_role(FULL, kv_role="kv_producer", num_dp_ranks=2, **given)
-    assert refused.value.reason is Reason.INVALID_SETTING
-    assert next(iter(given)) in refused.value.message
-    assert "_dp0" in refused.value.remedy
+    for of_several in ({"data_parallel_size": 2}, {"engine_id": "a_dp0"}):
+        [refused] = flag_errors(settings=given, **of_several)
+        assert refused.reason is Reason.UNSUPPORTED
+        assert next(iter(given)) in refused.message
+        assert "Run an engine for each rank" in refused.remedy
+    assert flag_errors(settings=given) == []
 
 
 def test_a_data_parallel_engine_holds_no_transfer_and_answers_no_bootstrap_query(

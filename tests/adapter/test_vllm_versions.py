@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.errors import KVFerryError, Reason
+from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm import plugin, versions
 from kvferry.integrations.vllm.engine_core import RANK_NAME, Engine, RankMonitor
 from kvferry.integrations.vllm.names import checker
@@ -145,7 +145,7 @@ def test_nothing_is_said_of_a_tested_version_nor_by_vllms_other_processes(
     assert not [each for each in caplog.records if each.name == versions.__name__]
 
 
-def test_the_plugin_registers_nothing_where_a_function_is_gone(
+def test_the_plugin_refuses_its_connectors_where_a_function_is_gone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -154,7 +154,11 @@ def test_the_plugin_registers_nothing_where_a_function_is_gone(
     install(monkeypatch, UNKNOWN, changed_copy(tmp_path, "vllm.v1.core.block_pool", "def touch(", "def keep("))
     with caplog.at_level(logging.ERROR, logger=plugin.__name__):
         plugin.register()
-    assert KVConnectorFactory._registry == {}
+    assert KVConnectorFactory._registry.keys() == plugin.CONNECTORS.keys()
+    for name in plugin.CONNECTORS:
+        with pytest.raises(SettingsError, match="kvferry cannot use it") as refused:
+            KVConnectorFactory.get_connector_class_by_name(name)
+        assert refused.value.reason is Reason.UNSUPPORTED_VERSION
     assert "BlockPool.touch" in caplog.text
     assert "[unsupported-version]" in caplog.text
 
@@ -182,7 +186,7 @@ def test_block_hashes_that_are_the_same_for_other_requests_are_not_offloaded_by(
         versions.check_block_hashes()
         monkeypatch.delattr("vllm.v1.core.kv_cache_utils.to_event_extra_keys")
     with pytest.raises(KVFerryError, match="the same block hashes") as refused:
-        check_offloadable(None, None)  # type: ignore[arg-type]
+        check_offloadable(None)  # type: ignore[arg-type]
     assert refused.value.reason is Reason.UNSUPPORTED_VERSION
 
 

@@ -92,7 +92,7 @@ class CacheRank:
             groups = _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in stages[pp_rank]})
         self.is_drafters = [group.is_eagle_group for group in groups]
         self.config = get_kv_cache_config_from_groups(vllm_config, groups, available_memory=1 << 30)
-        translate.check_supported(vllm_config, self.config)
+        translate.check_supported(self.config)
         self.caches = allocate_kv_cache(self.config, torch.device("cpu"), KVCacheLayout[layout])
         self.caches |= {name: self.caches[owner] for name, owner in (shared or {}).items()}
         self.shard = translate.shard_of(vllm_config, self.config, self.caches, rank[0], pp_rank)

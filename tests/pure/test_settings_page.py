@@ -13,6 +13,7 @@ from kvferry.cli.main import app
 from kvferry.cli.settings import SettingDescription, describe_settings
 from kvferry.errors import Reason, SettingsError
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
+from kvferry.integrations.vllm.refused_flags import RULES
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,9 @@ def test_every_setting_is_in_every_output() -> None:
     names = [*Settings.__struct_fields__, *OffloadSettings.__struct_fields__]
     page, listed = printed("--markdown"), json.loads(printed("--json"))
     assert [each["name"] for each in (*listed["settings"], *listed["offload_settings"])] == names
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == names
+    before, flags = page.split("## Flags of vLLM")
+    assert re.findall(r"^\| `(\w+)` \|", before, re.MULTILINE) == names
+    assert all(f"| `{rule.flag}` | refused" in flags and rule.when in flags for rule in RULES)
     assert all(re.search(rf"^│ {name} ", printed(), re.MULTILINE) for name in names)
 
 
@@ -105,6 +108,19 @@ def test_a_wrong_setting_of_the_offload_connector_is_refused(given: dict[str, An
     assert said in str(refused.value)
 
 
+def test_all_wrong_settings_of_the_offload_connector_are_told_at_once() -> None:
+    for given, told in (
+        ({"disk_path": "/a", "loads": "never"}, ["loads: ", "host_bytes is missing", "disk_path and disk_bytes go"]),
+        ({"host_bytes": "8 gigs", "disk_bytes": "x", "disk_path": "/a"}, ["host_bytes '8 gigs'", "disk_bytes 'x'"]),
+        ({"host_byte": 1, "pool_master": "a", "pool_bytes": 1}, ["unknown setting 'host_byte'", "pool_master 'a'"]),
+    ):
+        with pytest.raises(SettingsError) as refused:
+            parse_offload_settings(given)
+        lines = str(refused.value).splitlines()
+        assert len(lines) == len(told), lines
+        assert all(said in line for said, line in zip(told, lines, strict=True)), lines
+
+
 def test_sizes_may_be_text() -> None:
     sizes = ("4096", "4 KiB", "4kib", "4.096 kB", 4096)
     assert {parse_offload_settings({"host_bytes": size}).host_bytes for size in sizes} == {4096}
@@ -123,4 +139,5 @@ def test_the_readme_gives_the_same_defaults() -> None:
 
 
 def test_markdown_or_json() -> None:
-    assert CliRunner().invoke(app, ["settings", "--markdown", "--json"]).exit_code == 2
+    for other in (["--json"], ["--check", "{}"]):
+        assert CliRunner().invoke(app, ["settings", "--markdown", *other]).exit_code == 2

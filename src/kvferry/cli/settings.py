@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -10,21 +11,22 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import AsJson, open_console
+from kvferry.errors import KVFerryError, Reason, SettingsError, in_one_line
+from kvferry.integrations.vllm.connector_configs import CONNECTOR
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
+from kvferry.integrations.vllm.preflight import READERS, EngineHere, errors_of, settings_in_force, transfer_of
+from kvferry.integrations.vllm.refused_flags import IGNORED, NEEDED, RULES
 from kvferry.integrations.vllm.settings import Settings
 
 PAGE = """# Settings
 
-All settings of `kv_connector_extra_config`. An unknown one is an error that names a similar one, if there is one. This
-page is written by `kvferry settings --markdown` and not edited; without the option the command prints the same as a
-table.
+All settings of `kv_connector_extra_config`, as `kvferry settings --markdown` writes them.
 
-A wrong setting ends the engine before it loads weights: the last lines of vLLM's traceback have the reason (`Value
-error, ...`). What only a running engine can tell, such as a port that is taken, ends it later; then the reason is a
-line with `kvferry.errors` in its log, above vLLM's last one (`Engine core initialization failed`).
+A wrong configuration ends the engine before it loads weights: settings, flags, ports, keys, folders and memory are
+checked at once, and vLLM's traceback (`Value error, ...`) has a line for each error. `kvferry settings --check JSON`
+checks all but flags without an engine. What only caches tell ends the engine later: its log has `kvferry.errors`.
 
-At its start an engine checks the hosts, ids and names that it sends to other engines, by the rules that those apply. A
-host is a name or an address alone, without `http://` and without a port.
+A host is a name or an address alone, without `http://` and without a port.
 
 ## KVFerryConnector
 
@@ -32,8 +34,7 @@ host is a name or an address alone, without `http://` and without a port.
 
 Where `VLLM_PLUGINS` leaves kvferry's plugin out, add `"kv_connector_module_path":
 "kvferry.integrations.vllm.connector"` to `--kv-transfer-config`; on a CPU vLLM then keeps its caches in `LBHNC`.
-With that path, leave `--disable-hybrid-kv-cache-manager` out: vLLM then imports the connector too late to record the
-model, and the engine ends at its start.
+With that path, leave `--disable-hybrid-kv-cache-manager` out: the engine would end at its start.
 
 When a load fails, vLLM's `kv_load_failure_policy` decides: `fail` (its default) answers with an error, `recompute`
 computes the prompt on the decode engine.
@@ -47,6 +48,12 @@ yielding, for engines with fewer cores than ranks. Start such engines in one ses
 Sizes are numbers of bytes, or text such as `"8 GiB"`.
 
 {offload_table}
+
+## Flags of vLLM
+
+| flag | is |
+|---|---|
+{flags}
 """
 
 
@@ -72,6 +79,13 @@ class SettingDescription:
 
 def settings(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/settings.md.")] = False,
+    check: Annotated[
+        str | None,
+        typer.Option(
+            help="Check a value of --kv-transfer-config, or settings of one connector, as JSON or @FILE: as an engine "
+            "that starts now on this machine would, but for vLLM's flags."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the settings of KVFerryConnector and KVFerryOffloadConnector, which go into kv_connector_extra_config.
@@ -79,18 +93,64 @@ def settings(
     Try:
 
     kvferry settings --json
+
+    kvferry settings --check '{"port": 5600, "keys": "/etc/kvferry"}'
     """
-    if markdown and as_json:
-        raise typer.BadParameter("--markdown and --json exclude each other.")
+    if markdown and (as_json or check is not None):
+        raise typer.BadParameter("--markdown goes alone.")
+    if check is not None:
+        raise typer.Exit(_check(check, as_json))
     moving, offload = describe_settings(), describe_settings(OffloadSettings)
     if as_json:
         listed = {"settings": moving, "offload_settings": offload}
         typer.echo(json.dumps({name: [asdict(each) for each in these] for name, these in listed.items()}, indent=2))
     elif markdown:
-        typer.echo(PAGE.format(table=_rows(moving), offload_table=_rows(offload)), nl=False)
+        typer.echo(PAGE.format(table=_rows(moving), offload_table=_rows(offload), flags=_flags()), nl=False)
     else:
         for title, these in (("KVFerryConnector", moving), ("KVFerryOffloadConnector", offload)):
             open_console().print(_table(title, these))
+
+
+def _check(given: str, as_json: bool) -> int:
+    """Print the settings in force, or all errors; return the exit code."""
+    errors, in_force = list[KVFerryError](), list[tuple[str, dict[str, Any]]]()
+    try:
+        connectors = transfer_of(_read_json(given))
+        errors = errors_of(connectors, EngineHere())
+        in_force = [(each.name, settings_in_force(each)) for each in connectors if each.name in READERS]
+    except KVFerryError as error:
+        errors = [error]
+    if as_json:
+        told = [{"reason": each.reason.value, "message": each.message, "remedy": each.remedy} for each in errors]
+        settings = [] if errors else [{"connector": name, "settings": values} for name, values in in_force]
+        typer.echo(json.dumps({"ok": not errors, "errors": told, "connectors": settings}, indent=2))
+    elif errors:
+        typer.echo("\n".join(map(in_one_line, errors)), err=True)
+    else:
+        typer.echo("ok")
+        for name, values in in_force:
+            typer.echo("\n".join([name, *(f"  {setting}: {json.dumps(value)}" for setting, value in values.items())]))
+    return 2 if errors else 0
+
+
+def _read_json(given: str) -> Any:
+    try:
+        return json.loads(Path(given[1:]).read_text() if given.startswith("@") else given)
+    except (OSError, ValueError) as error:
+        remedy = "Give JSON in single quotes, or @ and the name of a file that has it."
+        raise SettingsError(Reason.INVALID_SETTING, f"--check {given[:80]!r} is no JSON: {error}.", remedy) from error
+
+
+def _flags() -> str:
+    """Return the rows about vLLM's flags."""
+    refused: dict[tuple[str, str], list[str]] = {}
+    for rule in RULES:
+        told = "refused" if CONNECTOR in rule.connectors else "refused with offload"
+        refused.setdefault((told, rule.flag), []).append(rule.when)
+    rows = [(f"`{flag}`", f"{told}: {', or '.join(whens)}") for (told, flag), whens in refused.items()]
+    rows += [(f"`{flag}`", f"needed with {when}") for flag, when in NEEDED]
+    rows.append((f"`{'`, `'.join(IGNORED)}`", "ignored"))
+    return "\n".join(f"| {flag} | {told} |" for flag, told in rows)
 
 
 def _table(title: str, descriptions: tuple[SettingDescription, ...]) -> Table:

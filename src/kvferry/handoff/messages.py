@@ -25,6 +25,7 @@ MAX_QUESTION_BYTES = 4 * 1024 * 1024
 MAX_REQUESTS_PER_MESSAGE = 1024
 """Keeps a question of the longest identifiers, four bytes a character, within ``MAX_QUESTION_BYTES``."""
 MAX_IDENTIFIER_LENGTH = 512
+EPOCH_BITS = 53  # an epoch passes through JSON, which routers may parse as a double
 MAX_ANNOUNCED_BLOCKS = 1 << 18
 """Limit for all groups of an announcement together: keeps the question within ``MAX_QUESTION_BYTES``."""
 MAX_ANNOUNCED_GROUPS = 256

@@ -135,10 +135,8 @@ class LocalDisk(ThreadedTier[DiskLoad, DiskStore]):
         segment_bytes: int | None = None,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
+        check_capacity(capacity_bytes)
         usable_bytes = capacity_bytes - RESERVED_BYTES
-        if usable_bytes < RESERVED_BYTES:
-            asked = f"a disk tier of {capacity_bytes} bytes has no room for blocks."
-            raise TierError(Reason.INVALID_SETTING, asked, f"Give it at least {2 * RESERVED_BYTES} bytes.")
         super().__init__(Capabilities("local_disk", capacity_bytes, survives_close=True), region)
         self._stall_seconds = stall_seconds
         self._directory, self._lock = open_directory(directory)
@@ -497,11 +495,35 @@ def open_directory(path: Path, *, of_anybody: bool = False) -> tuple[Directory, 
         return directory, lock
 
 
-def check_directory(path: Path) -> None:
-    """Raise as :class:`LocalDisk` for a directory that cannot be used, or has an owner; leave it free."""
-    directory, lock = open_directory(path)
-    os.close(lock)
-    directory.close()
+def check_capacity(capacity_bytes: int) -> None:
+    """Raise :class:`TierError` ``invalid-setting`` for a capacity that has no room for blocks."""
+    if capacity_bytes < 2 * RESERVED_BYTES:
+        asked = f"a disk tier of {capacity_bytes} bytes has no room for blocks."
+        raise TierError(Reason.INVALID_SETTING, asked, f"Give it at least {2 * RESERVED_BYTES} bytes.")
+
+
+def check_directory(path: Path, capacity_bytes: int) -> None:
+    """Raise as :class:`LocalDisk` for a directory that cannot be used, or has an owner; leave it free, or unmade.
+
+    Raises :class:`TierError` ``invalid-setting`` also for a capacity that is more than the whole file system.
+    """
+    check_capacity(capacity_bytes)
+    with errors_of(path):
+        is_made = path.exists()
+        place = next(each for each in (path, *path.absolute().parents) if each.exists())
+        whole = os.statvfs(place)
+    if is_made:
+        directory, lock = open_directory(path)
+        os.close(lock)
+        directory.close()
+    elif not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        problem = f"{path} is not there, and cannot be made in {place} by user {os.geteuid()}."
+        raise TierError(Reason.TIER_FAILED, problem, "Make the directory for this user, or name another one.")
+    # Some file systems do not know their size.
+    if 0 < whole.f_blocks * whole.f_frsize < capacity_bytes:
+        sizes = f"{format_bytes(whole.f_blocks * whole.f_frsize)} in all, and the tier may use"
+        problem = f"the file system of {path} has {sizes} {format_bytes(capacity_bytes)}."
+        raise TierError(Reason.INVALID_SETTING, problem, "Give the tier fewer bytes, or a directory on a larger disk.")
 
 
 def _check_owner(directory: Directory) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from kvferry.errors import Reason, TierError
 from kvferry.layout.shard import Region
 from kvferry.tiers.pool.index import PoolIndex
-from kvferry.tiers.pool.store import Ask, PoolState, PoolStore, Read, Removal, Transfer, Write, import_store
+from kvferry.tiers.pool.store import Ask, PoolState, PoolStore, Read, Removal, Transfer, Write, greet, import_store
 from kvferry.tiers.protocol import (
     CLOSE_SECONDS,
     KEY_BYTES,
@@ -384,13 +384,28 @@ def check_pool(master: str, share_bytes: int) -> None:
     kvferry.errors.TierError: the pool's share of 1.0 MiB is too small. Lend at least 16.0 MiB. [invalid-setting]
     """
     check_master(master)
-    if share_bytes < MIN_SHARE_BYTES:
-        message = f"the pool's share of {format_bytes(share_bytes)} is too small."
-        raise TierError(Reason.INVALID_SETTING, message, f"Lend at least {format_bytes(MIN_SHARE_BYTES)}.")
+    check_share(share_bytes)
     if share_bytes > (available := available_bytes()):
         message = f"{format_bytes(share_bytes)} cannot be lent to the pool: {format_bytes(available)} are available."
         raise TierError(Reason.TIER_FAILED, message, "Lend fewer bytes.")
     import_store()
+
+
+def check_share(share_bytes: int) -> None:
+    """Raise :class:`TierError` (invalid-setting) for a share that Mooncake does not take."""
+    if share_bytes < MIN_SHARE_BYTES:
+        message = f"the pool's share of {format_bytes(share_bytes)} is too small."
+        raise TierError(Reason.INVALID_SETTING, message, f"Lend at least {format_bytes(MIN_SHARE_BYTES)}.")
+
+
+def check_master_answers(master: str) -> None:
+    """Raise :class:`TierError` (peer-unreachable) where no process answers at "host:port" within a second or so."""
+    try:
+        greet(master)
+    except OSError as error:
+        found = str(error) or "no answer"
+        remedy = "Start the master first (mooncake_master), or correct the address."
+        raise TierError(Reason.PEER_UNREACHABLE, f"no master answers at {master}: {found}.", remedy) from error
 
 
 def check_master(master: str) -> None:

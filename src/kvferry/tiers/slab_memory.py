@@ -170,6 +170,17 @@ def available_bytes() -> int:
     return found
 
 
+def check_memory(host_bytes: int, pool_bytes: int, num_engines: int = 1) -> None:
+    """Raise :class:`TierError` (tier-failed) unless each of the engines of a machine can get so much memory."""
+    if (host_bytes + pool_bytes) * num_engines > (available := available_bytes()):
+        sizes = f"host_bytes is {format_bytes(host_bytes)}"
+        if pool_bytes:
+            sizes += f" and pool_bytes {format_bytes(pool_bytes)}"
+        if num_engines > 1:
+            sizes += f" for each of {num_engines} data-parallel ranks"
+        raise TierError(Reason.TIER_FAILED, f"{sizes}; {format_bytes(available)} are available.", "Set fewer.")
+
+
 def _control_groups() -> Iterator[Path]:
     """Yield the directories of this process's control group and of all that contain it."""
     lines = Path("/proc/self/cgroup").read_text().splitlines()

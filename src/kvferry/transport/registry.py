@@ -1,6 +1,7 @@
 """Transports by name, and the choice among those that two engines have in common."""
 
 import importlib
+import importlib.util
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -298,6 +299,20 @@ def open_transports(setting: str = "auto", *, network: Network = THIS_HOST_ONLY)
         remedy = " ".join(error.remedy for error in refusals)
         raise TransportError(Reason.TRANSPORT_UNAVAILABLE, message, remedy)
     return TransportSet(opened, opens)
+
+
+def check_installed(name: str) -> None:
+    """Raise ``TransportError`` (``missing-dependency``) where the package of a transport, or a pool, is not installed.
+
+    Nothing is imported: the libraries start threads.
+    """
+    if name not in ("nixl", "mooncake") or importlib.util.find_spec(name) is not None:
+        return
+    from kvferry.transport.mooncake import install_mooncake
+    from kvferry.transport.registered_memory import install_nixl
+
+    problem = f"the package {name} is needed and is not installed."
+    raise TransportError(Reason.MISSING_DEPENDENCY, problem, install_nixl() if name == "nixl" else install_mooncake())
 
 
 def check_setting(setting: str) -> None:

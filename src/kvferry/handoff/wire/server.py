@@ -537,20 +537,60 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listening = socket.create_server(
             ("" if host == "*" else bare(host), port),
-            family=socket.AF_INET6 if is_ipv6(host) else socket.AF_INET,
+            family=_family(host),
             backlog=BACKLOG,
             dualstack_ipv6=is_ipv6(host),
         )
     except (OSError, UnicodeError) as error:
-        is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        raise HandoffError(
-            Reason.PORT_IN_USE if is_taken else Reason.INVALID_SETTING,
-            f"cannot listen on {host}:{port}: {error}.",
-            'Set another "host" or "port" in kv_connector_extra_config; port 0 takes a free one. '
-            "'ss -ltnp' lists the processes that listen.",
-        ) from error
+        raise _cannot_listen(host, port, "port", error) from error
     listening.setblocking(False)
     return listening
+
+
+def check_port(host: str, port: int, setting: str = "port") -> None:
+    """Raise as :class:`Server` where nothing can listen at a port, and keep nothing; ``setting`` names the port.
+
+    The port is bound and not listened on: no peer connects, and another process may take the port meanwhile.
+    """
+    try:
+        with socket.socket(_family(host)) as bound:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_ipv6(host):
+                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            bound.bind(("" if host == "*" else bare(host), port))
+    except (OSError, UnicodeError) as error:
+        raise _cannot_listen(host, port, setting, error) from error
+
+
+def check_ports(host: str, ports: range, num_needed: int) -> None:
+    """Raise as :class:`Server` unless so many of these ports are free."""
+    num_free = 0
+    for port in ports:
+        if num_free == num_needed:
+            return
+        with suppress(HandoffError):
+            check_port(host, port)
+            num_free += 1
+    if num_free < num_needed:
+        found = f"{num_free} of the ports from {ports[0]} to {ports[-1]} are free"
+        raise _too_few_ports(host, f"{found}, and this engine needs {num_needed} for its ranks")
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if is_ipv6(host) else socket.AF_INET
+
+
+def _cannot_listen(host: str, port: int, setting: str, error: Exception) -> HandoffError:
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRNOTAVAIL:
+        remedy = "Set \"host\" in kv_connector_extra_config to an address of this machine: 'ip address' lists them."
+    else:
+        remedy = (
+            f'Set another "host" or "{setting}" in kv_connector_extra_config; port 0 takes a free one. '
+            "'ss -ltnp' lists the processes that listen."
+        )
+    reason = Reason.PORT_IN_USE if number == errno.EADDRINUSE else Reason.INVALID_SETTING
+    return HandoffError(reason, f"cannot listen on {host}:{port}: {error}.", remedy)
 
 
 def _listen_in(host: str, ports: range) -> socket.socket:
@@ -560,9 +600,13 @@ def _listen_in(host: str, ports: range) -> socket.socket:
         except HandoffError as error:
             if error.reason is not Reason.PORT_IN_USE:
                 raise
-    raise HandoffError(
+    raise _too_few_ports(host, f"each port from {ports[0]} to {ports[-1]} is in use")
+
+
+def _too_few_ports(host: str, found: str) -> HandoffError:
+    return HandoffError(
         Reason.PORT_IN_USE,
-        f"cannot listen on {host}: each port from {ports[0]} to {ports[-1]} is in use.",
+        f"cannot listen on {host}: {found}.",
         'Set wider "rank_ports" in kv_connector_extra_config: each rank of each engine on this host takes one. '
         "'ss -ltnp' lists the processes that listen.",
     )

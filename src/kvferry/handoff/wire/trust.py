@@ -219,7 +219,8 @@ class Keys:
     ranks of an engine report to their scheduler with it.
 
     Raises :class:`SettingsError`: permission-denied for a key that other users can read, or where other users can
-    change a file of the folder, or put another in its place; invalid-setting for a folder that is not complete.
+    change a file of the folder, or put another in its place; invalid-setting for a folder that is not complete, and
+    for an own certificate that has expired, which every peer would refuse.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -233,6 +234,7 @@ class Keys:
         for path in [own, *allowed]:
             for der, key in _read_certificates(path):
                 certificates.setdefault(fingerprint_of(der), (der, key, path))
+        _refuse_expired(own)
         others = (path for path in trusted.glob("[!.]*") if path.suffix != ".pem")
         self.unread = tuple(sorted(str(path) for path in others if path.is_file()))
         self.fingerprint = next(iter(certificates))
@@ -440,6 +442,18 @@ def _read_certificates(path: Path) -> list[tuple[bytes, "Ed25519PublicKey"]]:
             raise _unfit(path, "has a certificate that is not self-signed with Ed25519")
         found.append((certificate.public_bytes(Encoding.DER), key))
     return found
+
+
+def _refuse_expired(path: Path) -> None:
+    """Refuse an own certificate, the first of its file, that no peer accepts today. Raises :class:`SettingsError`."""
+    from datetime import UTC, datetime
+
+    from cryptography import x509
+
+    own, now = x509.load_pem_x509_certificates(_read(path))[0], datetime.now(UTC)
+    if not own.not_valid_before_utc <= now <= own.not_valid_after_utc:
+        valid = f"from {own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M}"
+        raise _unfit(path, f"is valid {valid} UTC, and it is {now:%Y-%m-%d %H:%M}")
 
 
 def _signer(fingerprint: str) -> bytes:

@@ -65,7 +65,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
-        check_supported(vllm_config, kv_cache_config)
+        check_supported(kv_cache_config)
         check_layout(vllm_config, resolved_layout(vllm_config))
         engine_id = self._kv_transfer_config.engine_id
         assert engine_id is not None

@@ -3,13 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Name, as_peers_read
+from kvferry.handoff.messages import EPOCH_BITS, MAX_IDENTIFIER_LENGTH, Name, as_peers_read
 from kvferry.handoff.wire.bootstrap import id_in_epoch
 from kvferry.handoff.wire.trust import LAST_PORT
-from kvferry.integrations.vllm.offload_settings import parse_offload_settings
 from kvferry.integrations.vllm.scheduler.router_beacon import decode_request_id, encode_zmq_address
-from kvferry.integrations.vllm.settings import Settings, invalid_setting, parse_settings
-from kvferry.integrations.vllm.step import EPOCH_BITS
+from kvferry.integrations.vllm.settings import Settings, invalid_setting
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -23,26 +21,52 @@ SEVERAL = "MultiConnector"
 
 
 class ConnectorConfig(NamedTuple):
-    """One connector of an engine: the name of its class, and its ``kv_connector_extra_config``."""
+    """One connector of an engine: the name of its class, its ``kv_connector_extra_config``, its role and id."""
 
     name: str
     settings: Mapping[str, Any]
+    role: str | None = None
+    engine_id: str | None = None
 
 
 def connector_configs(transfer: "KVTransferConfig | None") -> list[ConnectorConfig]:
     """Return the connectors that do an engine's work, in the order in which vLLM asks them.
 
+    Raises :class:`SettingsError` (invalid-setting) for a list of connectors in which one has no name.
+
     >>> from types import SimpleNamespace
     >>> listed = [{"kv_connector": CONNECTOR}, {"kv_connector": "B", "kv_connector_extra_config": {"b": 1}}]
-    >>> [name for name, _ in connector_configs(SimpleNamespace(kv_connector="A", kv_connector_extra_config={}))]
-    ['A']
     >>> several = SimpleNamespace(kv_connector=SEVERAL, kv_connector_extra_config={"connectors": listed})
-    >>> [tuple(each) for each in connector_configs(several)], connector_configs(None)
+    >>> [each[:2] for each in connector_configs(several)], connector_configs(None)
     ([('KVFerryConnector', {}), ('B', {'b': 1})], [])
     """
     if transfer is None or transfer.kv_connector is None:
         return []
-    return list(_children(transfer.kv_connector, transfer.kv_connector_extra_config))
+    role, engine_id = getattr(transfer, "kv_role", None), getattr(transfer, "engine_id", None)
+    own = {"kv_connector": transfer.kv_connector, "kv_role": role}
+    return list(connectors_in({**own, "kv_connector_extra_config": transfer.kv_connector_extra_config}, engine_id))
+
+
+def connectors_in(given: Any, engine_id: str | None) -> Iterator[ConnectorConfig]:
+    """Yield the connectors in an object such as ``--kv-transfer-config`` has; a list in one has further objects.
+
+    Raises :class:`SettingsError` (invalid-setting) for an object without a connector's name.
+    """
+    named = isinstance(given, Mapping) and isinstance(given.get("kv_connector"), str)
+    settings = (given.get("kv_connector_extra_config") or {}) if named else None
+    listed = settings.get("connectors") or () if isinstance(settings, Mapping) else None
+    if not isinstance(settings, Mapping) or not isinstance(listed, list | tuple):
+        raise invalid_setting(
+            f"{str(given)[:80]!r} configures no connector.",
+            'Write an object with "kv_connector", a name, and "kv_connector_extra_config", an object; that of '
+            f'{SEVERAL} has "connectors", a list of such objects.',
+        )
+    engine_id = given.get("engine_id", engine_id)
+    if given["kv_connector"] == SEVERAL:
+        for each in listed:
+            yield from connectors_in(each, engine_id)
+    else:
+        yield ConnectorConfig(given["kv_connector"], settings, given.get("kv_role", ""), engine_id)
 
 
 def own_settings(transfer: "KVTransferConfig | None") -> Mapping[str, Any] | None:
@@ -55,29 +79,7 @@ def may_be_for_another(transfer: "KVTransferConfig | None") -> bool:
     return any(each.name not in (CONNECTOR, TAKES_NO_PARAMS) for each in connector_configs(transfer))
 
 
-def _children(name: str, settings: Mapping[str, Any]) -> Iterator[ConnectorConfig]:
-    if name != SEVERAL:
-        yield ConnectorConfig(name, settings)
-        return
-    for each in settings.get("connectors") or ():
-        yield from _children(each["kv_connector"], each.get("kv_connector_extra_config") or {})
-
-
 _LAST_EPOCH = (1 << EPOCH_BITS) - 1
-
-
-def check_transfer_config(transfer: "KVTransferConfig | None") -> None:
-    """Check the settings of kvferry's connectors, and the engine's id where a connector tells it to peers.
-
-    Else the engine would start, and each request would fail on another engine, where peers check what they are told.
-    Raises :class:`SettingsError`: unknown-setting, invalid-setting.
-    """
-    for name, settings in connector_configs(transfer):
-        if name == CONNECTOR:
-            assert transfer is not None
-            check_engine_id(str(transfer.engine_id), parse_settings(settings))
-        elif name == TAKES_NO_PARAMS:
-            parse_offload_settings(settings)
 
 
 def check_engine_id(engine_id: str, settings: Settings) -> None:

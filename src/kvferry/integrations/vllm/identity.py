@@ -195,12 +195,24 @@ def weights_of(model: str, revision: str | None = None, cache: str | None = None
     """
     place = Path(model)
     if place.exists():
-        files = sorted(path for path in files_of(place) if path.suffix in SUFFIXES)
+        files = _weight_files(place)
         return Weights(digest_of_files(files), are_known=bool(files))
     snapshot = snapshot_of(model, "config.json", revision, cache)
     commit = None if snapshot is None else snapshot.name
     named = f"{model}@{commit or revision or 'default'}"
     return Weights(digest(named), are_known=commit is not None)
+
+
+def are_known(model: str, revision: str | None = None, cache: str | None = None) -> bool:
+    """Return whether :func:`weights_of` would know the weights, without reading them."""
+    place = Path(model)
+    if place.exists():
+        return bool(_weight_files(place))
+    return snapshot_of(model, "config.json", revision, cache) is not None
+
+
+def _weight_files(place: Path) -> list[Path]:
+    return sorted(path for path in files_of(place) if path.suffix in SUFFIXES)
 
 
 def files_of(place: Path) -> list[Path]:

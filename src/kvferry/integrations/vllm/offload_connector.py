@@ -68,8 +68,8 @@ class KVFerryOffloadConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = parse_offload_settings(self._kv_transfer_config.kv_connector_extra_config)
-        check_offloadable(vllm_config, kv_cache_config)
-        check_supported(vllm_config, kv_cache_config)
+        check_offloadable(kv_cache_config)
+        check_supported(kv_cache_config)
         layout = resolved_layout(vllm_config)
         check_layout(vllm_config, layout)
         self._ranks: RankMonitor | None = None

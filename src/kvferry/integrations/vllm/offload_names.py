@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
-from kvferry.integrations.vllm.identity import Weights, dtype_name, files_of, recorded, weights_of
+from kvferry.integrations.vllm.identity import are_known, dtype_name, files_of, recorded, weights_of
 from kvferry.integrations.vllm.versions import installed_version, known_values
 from kvferry.layout.shard import CacheGroup, Shard
 from kvferry.tiers.protocol import KEY_BYTES
@@ -151,18 +151,13 @@ def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str)
     """
     from vllm import envs
 
-    hashes, private, hash_bytes = _hashes(vllm_config, tokens_per_hash)
-    private = private or _unhashed_images(vllm_config)
+    seed, hash_bytes = check_hashes(vllm_config)
+    hashes = {"algorithm": vllm_config.cache_config.prefix_caching_hash_algo, "seed": seed, "tokens": tokens_per_hash}
     drafting = vllm_config.speculative_config
-    drafter = getattr(drafting, "draft_model_config", None)
-    models: dict[str, Any] = {"model": vllm_config.model_config, "drafter": drafter}
+    models: dict[str, Any] = _models(vllm_config)
     for role, model in models.items():
-        if model is None:
-            continue
-        weights = Weights(model_id, are_known=True) if model_id else _weights(vllm_config, model)
-        if not weights.are_known:
-            private = private or unknown_weights(str(model.model))
-        models[role] = _model(vllm_config, model, weights)
+        if model is not None:
+            models[role] = _model(vllm_config, model, model_id or _digest_of_weights(vllm_config, model))
     if drafting is not None and models["drafter"] is not None:
         models["drafter"]["method"] = drafting.method
     facts = {
@@ -176,7 +171,21 @@ def engine_facts(vllm_config: "VllmConfig", tokens_per_hash: int, model_id: str)
         "platform_options": vllm_config.additional_config,
         "hashes": hashes,
     }
-    return EngineFacts(facts, private, hash_bytes)
+    return EngineFacts(facts, why_private(vllm_config, model_id), hash_bytes)
+
+
+def why_private(vllm_config: "VllmConfig", model_id: str) -> KVFerryError | None:
+    """Return why other processes could not use this engine's names of blocks; None where they can. Reads no weights."""
+    private = _random_hashes(vllm_config) or _unhashed_images(vllm_config)
+    for model in () if model_id else _models(vllm_config).values():
+        if model is not None and not _are_known(vllm_config, model):
+            private = private or unknown_weights(str(model.model))
+    return private
+
+
+def _models(vllm_config: "VllmConfig") -> dict[str, "ModelConfig | None"]:
+    drafter = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return {"model": vllm_config.model_config, "drafter": drafter}
 
 
 def namespace_of(facts: str) -> bytes:
@@ -184,13 +193,13 @@ def namespace_of(facts: str) -> bytes:
     return hashlib.blake2b(facts.encode(), digest_size=NAMESPACE_BYTES).digest()
 
 
-def _model(vllm_config: "VllmConfig", model: "ModelConfig", weights: Weights) -> dict[str, Any]:
+def _model(vllm_config: "VllmConfig", model: "ModelConfig", weights: str) -> dict[str, Any]:
     """Return what says how this model computes keys, values and states."""
     load, record = vllm_config.load_config, recorded(model)
     return {
         "architectures": record.architectures,
         "config": record.config + record.positions,
-        "weights": weights.digest,
+        "weights": weights,
         "files": _digest_of_files(Path(str(model.model))),
         "code_revision": model.code_revision,
         "class_overrides": model.model_class_overrides,
@@ -253,8 +262,21 @@ def _unhashed_images(vllm_config: "VllmConfig") -> KVFerryError | None:
     )
 
 
-def _hashes(vllm_config: "VllmConfig", tokens_per_hash: int) -> tuple[dict[str, Any], KVFerryError | None, int]:
-    """Return how vLLM hashes tokens, why other processes hash otherwise (None where they hash alike), and the length.
+def _random_hashes(vllm_config: "VllmConfig") -> KVFerryError | None:
+    """Return why vLLM's hashes differ between processes; None where they are the same in all."""
+    seed, _ = check_hashes(vllm_config)
+    if seed == check_hashes(vllm_config)[0]:
+        return None
+    return SettingsError(
+        Reason.UNREPEATABLE_HASHES,
+        f"prefix_caching_hash_algo is {vllm_config.cache_config.prefix_caching_hash_algo!r}, which vLLM seeds at random"
+        " in each process.",
+        "Run with --prefix-caching-hash-algo sha256_cbor, or set PYTHONHASHSEED to the same number everywhere.",
+    )
+
+
+def check_hashes(vllm_config: "VllmConfig") -> tuple[Any, int]:
+    """Return the seed of vLLM's hashes, and their length.
 
     Raises :class:`SettingsError` (unsupported) for hashes too long for a key.
     """
@@ -264,14 +286,7 @@ def _hashes(vllm_config: "VllmConfig", tokens_per_hash: int) -> tuple[dict[str, 
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     function = get_hash_fn_by_name(algorithm)
     # vLLM keeps the seed itself only once the scheduler and its connector exist.
-    seed, again = resolve_none_hash_seed(function), resolve_none_hash_seed(function)
-    private = None
-    if seed != again:
-        private = SettingsError(
-            Reason.UNREPEATABLE_HASHES,
-            f"prefix_caching_hash_algo is {algorithm!r}, which vLLM seeds at random in each process.",
-            "Run with --prefix-caching-hash-algo sha256_cbor, or set PYTHONHASHSEED to the same number everywhere.",
-        )
+    seed = resolve_none_hash_seed(function)
     hash_bytes = len(function(seed))
     if hash_bytes > HASH_BYTES:
         raise SettingsError(
@@ -279,7 +294,7 @@ def _hashes(vllm_config: "VllmConfig", tokens_per_hash: int) -> tuple[dict[str, 
             f"prefix_caching_hash_algo {algorithm!r} makes hashes of {hash_bytes} bytes; a key has {HASH_BYTES}.",
             "Run with --prefix-caching-hash-algo sha256_cbor.",
         )
-    return {"algorithm": algorithm, "seed": seed, "tokens": tokens_per_hash}, private, hash_bytes
+    return seed, hash_bytes
 
 
 def _slab(slab: Shard) -> dict[str, Any]:
@@ -309,16 +324,19 @@ def _digest_of_files(place: Path) -> str:
     return digest.hexdigest()
 
 
-def _weights(vllm_config: "VllmConfig", model: "ModelConfig") -> Weights:
-    """Return the digest of the weights in the model's files; unknown where the engine loads weights from elsewhere."""
+def _digest_of_weights(vllm_config: "VllmConfig", model: "ModelConfig") -> str:
+    return weights_of(str(model.model), model.revision, vllm_config.load_config.download_dir).digest
+
+
+def _are_known(vllm_config: "VllmConfig", model: "ModelConfig") -> bool:
+    """Return whether the digest of the model's files says what its weights are: the engine loads no others."""
     from vllm import envs
 
     load = vllm_config.load_config
-    found = weights_of(str(model.model), model.revision, load.download_dir)
     is_from_files = str(load.load_format) in _FORMATS_OF_FILES and not model.model_weights
     # The cache of Hugging Face's hub says nothing about what comes from another.
     is_elsewhere = envs.VLLM_USE_MODELSCOPE and not Path(str(model.model)).exists()
-    return Weights(found.digest, found.are_known and is_from_files and not is_elsewhere)
+    return is_from_files and not is_elsewhere and are_known(str(model.model), model.revision, load.download_dir)
 
 
 def unknown_weights(model: str) -> KVFerryError:

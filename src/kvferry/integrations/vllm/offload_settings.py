@@ -1,15 +1,19 @@
 """Settings of ``KVFerryOffloadConnector``, its ``kv_connector_extra_config``, validated when the engine starts."""
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from kvferry.errors import SettingsError, TierError
-from kvferry.integrations.vllm.settings import TransferCores, about, converted, invalid_setting
+from kvferry.errors import KVFerryError, SettingsError, TierError, raise_all
+from kvferry.integrations.vllm.settings import Found, TransferCores, about, converted, invalid_setting
 from kvferry.units import parse_bytes
 
 LONGEST_WAIT_SECONDS = 86400
+_IN_PLACE = 1
+"""Stands for a size that is wrong."""
 
 
 class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,24 +113,53 @@ def parse_offload_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:
     kvferry.errors.SettingsError: host_bytes '8 gigs' is no size. Give a number of bytes, or text such as "8 GiB". \
 [invalid-setting]
     """
-    given = dict(extra_config)
+    found = read_offload_settings(extra_config)
+    raise_all(found.errors)
+    return found.settings
+
+
+def read_offload_settings(extra_config: Mapping[str, Any]) -> Found[OffloadSettings]:
+    """Return the settings in ``extra_config``, and all that is wrong with them."""
+    given, errors, wrong = dict(extra_config), list[KVFerryError](), set[str]()
     for name in ("host_bytes", "disk_bytes", "pool_bytes"):
         if isinstance(given.get(name), str):
             try:
                 given[name] = parse_bytes(given[name])
             except ValueError as error:
                 remedy = 'Give a number of bytes, or text such as "8 GiB".'
-                raise invalid_setting(f"{name} {error}.", remedy) from error
-    settings = converted(given, OffloadSettings)
+                errors.append(invalid_setting(f"{name} {error}.", remedy))
+                wrong.add(name)
+                given[name] = _IN_PLACE
+    found = converted(given, OffloadSettings, host_bytes=_IN_PLACE)
+    found.errors[:0] = errors
+    found.wrong.update(wrong)
     for place, size in (("disk_path", "disk_bytes"), ("pool_master", "pool_bytes")):
-        if bool(getattr(settings, place)) != bool(getattr(settings, size)):
-            told = f"{place} and {size} go together: where the tier is, and how large."
-            raise invalid_setting(told, "Set both.")
-    if settings.pool_master:
-        from kvferry.tiers.remote_pool import check_master  # most engines have no pool
+        found.note([place, size], partial(_check_together, place, size))
+    found.note(["pool_master"], _check_master)
+    return found
 
-        try:
-            check_master(settings.pool_master)
-        except TierError as error:
-            raise SettingsError(error.reason, f"pool_master {error.message}", error.remedy) from error
-    return settings
+
+def _check_together(place: str, size: str, settings: OffloadSettings) -> None:
+    if bool(getattr(settings, place)) != bool(getattr(settings, size)):
+        raise invalid_setting(f"{place} and {size} go together: where the tier is, and how large.", "Set both.")
+
+
+def _check_master(settings: OffloadSettings) -> None:
+    if not settings.pool_master:
+        return
+    from kvferry.tiers.remote_pool import check_master  # most engines have no pool
+
+    try:
+        check_master(settings.pool_master)
+    except TierError as error:
+        raise SettingsError(error.reason, f"pool_master {error.message}", error.remedy) from error
+
+
+def disk_folder(settings: OffloadSettings, data_parallel_rank: int) -> Path:
+    """Return the folder of this engine's disk tier: each data-parallel rank is an engine.
+
+    >>> disk_folder(OffloadSettings(1, disk_path="/data"), 2).as_posix()
+    '/data/dp2'
+    """
+    folder = Path(settings.disk_path)
+    return folder / f"dp{data_parallel_rank}" if data_parallel_rank else folder

@@ -1,11 +1,12 @@
 """Entry point ``vllm.general_plugins``: registers the connectors, and chooses the layouts of their caches."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvferry.errors import KVFerryError, LayoutError, Reason
-from kvferry.integrations.vllm.connector_configs import check_transfer_config, connector_configs
+from kvferry.errors import KVFerryError, LayoutError, Reason, SettingsError
+from kvferry.integrations.vllm.connector_configs import connector_configs
 from kvferry.integrations.vllm.identity import record_models
+from kvferry.integrations.vllm.preflight import check_configuration
 from kvferry.integrations.vllm.request_checks import check_requests
 from kvferry.integrations.vllm.versions import check_version, replace_once, report_version
 from kvferry.integrations.vllm.waiting_workers import make_waits_sleep
@@ -28,8 +29,9 @@ def register() -> None:
     try:
         check_version()
     except KVFerryError as error:
-        # The connector refuses to start with this version; an engine without the connector must start.
+        # An engine without the connectors must start.
         logger.error("kvferry: %s", error)
+        refuse_connectors(error)
         return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -45,8 +47,21 @@ def register() -> None:
     report_version()
 
 
+def refuse_connectors(error: KVFerryError) -> None:
+    """Make vLLM raise this error where its configuration names a connector of kvferry's."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError:
+        return  # then vLLM says that it does not know the connector
+
+    def refuse() -> NoReturn:
+        raise SettingsError(error.reason, error.message, error.remedy)
+
+    KVConnectorFactory._registry.update(dict.fromkeys(CONNECTORS, refuse))
+
+
 def check_and_record_configurations() -> None:
-    """Make vLLM check kvferry's settings and record the models in the last step of making a configuration.
+    """Make vLLM check its configuration as kvferry does, and record the models, in the last step of making it.
 
     vLLM itself asks a connector once the weights are loaded, earlier only for full CUDA graphs; by then its model
     classes have changed the configuration. Before the last step a connector that vLLM finds by its module's path has
@@ -56,7 +71,7 @@ def check_and_record_configurations() -> None:
 
     def checking(verify: Any) -> Any:
         def check_verify_and_record(config: "VllmConfig") -> None:
-            check_transfer_config(config.kv_transfer_config)
+            check_configuration(config)
             verify(config)
             if any(each.name in CONNECTORS for each in connector_configs(config.kv_transfer_config)):
                 record_models(config)
@@ -128,13 +143,9 @@ def preferred_layout(vllm_config: "VllmConfig") -> NamedLayout | None:
 
 def check_layout(vllm_config: "VllmConfig", layout: NamedLayout) -> None:
     """Raise :class:`LayoutError` for a layout that the engine's kernels read wrongly; log one that is not preferred."""
-    if vllm_config.model_config.use_mla and on_cpu() and layout.is_cross_layer:
-        raise LayoutError(
-            Reason.KERNEL_CANNOT_READ_LAYOUT,
-            f"layout {layout} was asked for, but the cache write of MLA on a CPU takes dense per-layer pages only "
-            "('kvferry doctor --kernels' shows how it fails).",
-            "Unset VLLM_KV_CACHE_LAYOUT, or set it to LBNHC.",
-        )
+    if problem := why_kernel_cannot_read(vllm_config, layout):
+        remedy = "Unset VLLM_KV_CACHE_LAYOUT, or set it to LBNHC."
+        raise LayoutError(Reason.KERNEL_CANNOT_READ_LAYOUT, f"{problem}.", remedy)
     preferred = preferred_layout(vllm_config)
     if preferred is not None and preferred is not layout:
         logger.warning(
@@ -145,6 +156,16 @@ def check_layout(vllm_config: "VllmConfig", layout: NamedLayout) -> None:
             preferred,
             layout,
         )
+
+
+def why_kernel_cannot_read(vllm_config: "VllmConfig", layout: NamedLayout) -> str:
+    """Return why the engine's kernels read this layout wrongly; empty where they do not."""
+    if not (vllm_config.model_config.use_mla and on_cpu() and layout.is_cross_layer):
+        return ""
+    return (
+        f"layout {layout} was asked for, but the cache write of MLA on a CPU takes dense per-layer pages only "
+        "('kvferry doctor --kernels' shows how it fails)"
+    )
 
 
 def on_cpu() -> bool:

@@ -1,13 +1,16 @@
 """Settings of the connector, ``kv_connector_extra_config``, validated when the engine starts."""
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from kvferry.errors import Reason, SettingsError, did_you_mean, in_words
+from kvferry.errors import KVFerryError, Reason, SettingsError, SeveralErrors, did_you_mean, in_words, raise_all
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Identifier, as_peers_read
 from kvferry.handoff.wire.trust import (
     EVERY_INTERFACE,
@@ -264,7 +267,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     """Return the settings in ``extra_config``.
 
-    Raises :class:`SettingsError`: unknown-setting naming the nearest valid key, invalid-setting.
+    Raises :class:`SettingsError`: unknown-setting naming the nearest valid key, invalid-setting; several as one
+    :class:`~kvferry.errors.SeveralErrors`.
 
     >>> parse_settings({"lease_seconds": 90}).lease_seconds
     90.0
@@ -272,25 +276,47 @@ def parse_settings(extra_config: Mapping[str, Any]) -> Settings:
     Traceback (most recent call last):
     kvferry.errors.SettingsError: unknown setting 'lease_second'. Did you mean 'lease_seconds'? [unknown-setting]
     """
-    settings = converted(extra_config, Settings)
-    if settings.transport != "auto":
-        check_transport(settings.transport)
-    folder = Path(settings.transfer_log).parent
-    if settings.transfer_log and not folder.is_dir():
-        problem = f"transfer_log {settings.transfer_log!r}: there is no folder {str(folder)!r}."
-        raise invalid_setting(problem, "Make the folder, or name a file in one that exists.")
-    _check_host(settings)
-    try:
-        as_peers_read(settings.model_id or "unset", Identifier)
-    except ValueError as error:
-        given = f"model_id {settings.model_id[:40]!r}, of {len(settings.model_id)} characters"
-        remedy = f"Write a name of at most {MAX_IDENTIFIER_LENGTH} characters."
-        raise invalid_setting(f"other engines refuse {given}: {in_words(error)}.", remedy) from error
-    _check_ports(settings)
-    _check_reach(settings)
-    _check_allowed_hosts(settings)
-    _check_router(settings)
-    return settings
+    found = read_settings(extra_config)
+    raise_all(found.errors)
+    return found.settings
+
+
+@dataclass(slots=True)
+class Found(Generic[AnySettings]):
+    """What was read of a connector's settings: a wrong one has its default, and is among ``wrong``."""
+
+    settings: AnySettings
+    errors: list[KVFerryError]
+    wrong: set[str]
+    """Settings with another value than the operator means: nothing more is said of them."""
+
+    def note(self, names: Sequence[str], check: Callable[[AnySettings], object]) -> None:
+        """Note the errors that a check of these settings raises. What a check of one alone refuses is wrong."""
+        if not self.wrong.isdisjoint(names):
+            return
+        try:
+            check(self.settings)
+        except KVFerryError as error:
+            self.errors.extend(error.errors if isinstance(error, SeveralErrors) else [error])
+            if len(names) == 1:
+                self.wrong.update(names)
+
+
+def read_settings(extra_config: Mapping[str, Any]) -> Found[Settings]:
+    """Return the settings in ``extra_config``, and all that is wrong with them."""
+    found = converted(extra_config, Settings)
+    found.note(["transport"], lambda settings: settings.transport == "auto" or check_transport(settings.transport))
+    found.note(["transfer_log"], _check_log)
+    for name in ("host", "advertised_host"):
+        found.note([name], partial(_check_host, name))
+    found.note(["model_id"], _check_model_id)
+    found.note(["rank_ports"], _check_rank_ports)
+    found.note(["port", "bootstrap_port", "rank_ports"], _check_ports)
+    found.note(["host", "advertised_host"], _check_reachable)
+    found.note(["host", "keys"], _check_has_keys)
+    found.note(["allowed_hosts"], _check_allowed_hosts)
+    found.note(["router_address", "http_address"], _check_router)
+    return found
 
 
 def invalid_setting(problem: str, remedy: str) -> SettingsError:
@@ -298,29 +324,50 @@ def invalid_setting(problem: str, remedy: str) -> SettingsError:
     return SettingsError(Reason.INVALID_SETTING, problem, remedy)
 
 
-def converted(extra_config: Mapping[str, Any], kind: type[AnySettings]) -> AnySettings:
-    """Return the settings of a connector, each checked by its type. Raises :class:`SettingsError`: unknown-setting
-    naming the nearest valid key, invalid-setting.
+def converted(extra_config: Mapping[str, Any], kind: type[AnySettings], **required: Any) -> Found[AnySettings]:
+    """Return the settings of a connector, each checked by its type: unknown-setting naming the nearest valid key,
+    invalid-setting. ``required`` are values that stand in the place of wrong ones without a default.
     """
-    for key in extra_config:
-        if key not in kind.__struct_fields__:
-            remedy = did_you_mean(key, kind.__struct_fields__, _LISTED)
-            raise SettingsError(Reason.UNKNOWN_SETTING, f"unknown setting {key!r}.", remedy)
-    try:
-        return msgspec.convert(dict(extra_config), kind)
-    except msgspec.ValidationError as error:
-        raise invalid_setting(
-            f"kv_connector_extra_config: {in_words(error)}.", f"{_choices(kind, str(error))}{_LISTED}"
-        ) from error
+    given, errors, wrong = dict(extra_config), list[KVFerryError](), set[str]()
+    for key in [key for key in given if key not in kind.__struct_fields__]:
+        del given[key]
+        remedy = did_you_mean(key, kind.__struct_fields__, _LISTED)
+        errors.append(SettingsError(Reason.UNKNOWN_SETTING, f"unknown setting {key!r}.", remedy))
+        # The operator has meant this one.
+        wrong.update(difflib.get_close_matches(key, kind.__struct_fields__, n=1))
+    while True:
+        try:
+            return Found(msgspec.convert(given, kind), errors, wrong)
+        except msgspec.ValidationError as error:
+            name = _name_of(error)
+            if name not in wrong:
+                told = f"kv_connector_extra_config: {in_words(error)}."
+                errors.append(invalid_setting(told, f"{_choices(kind, name)}{_LISTED}"))
+            wrong.add(name)
+            given.pop(name, None)
+            given |= {each: value for each, value in required.items() if each == name}
 
 
-def _choices(kind: type[msgspec.Struct], error: str) -> str:
-    """Return the values that the setting of a validation error may have, where they are few words.
+_NAMED_FIRST = re.compile(r"(?:Object missing required field `|.* - at `\$\.)(\w+)", re.DOTALL)
 
-    >>> _choices(Settings, "Invalid enum value 'ful' - at `$.integrity`")
+
+def _name_of(error: msgspec.ValidationError) -> str:
+    """Return the setting that an error is about.
+
+    >>> _name_of(msgspec.ValidationError("Expected `int` >= 0 - at `$.transfer_cores[0]`"))
+    'transfer_cores'
+    """
+    found = _NAMED_FIRST.match(str(error))
+    assert found is not None, str(error)
+    return found[1]
+
+
+def _choices(kind: type[msgspec.Struct], name: str) -> str:
+    """Return the values that a setting may have, where they are few words.
+
+    >>> _choices(Settings, "integrity")
     "Use 'auto' or 'full' or 'off' or 'sample'. "
     """
-    name = error.rpartition("`$.")[2].rstrip("`")
     information = msgspec.inspect.type_info(kind)
     assert isinstance(information, msgspec.inspect.StructType)
     for field in information.fields:
@@ -330,61 +377,72 @@ def _choices(kind: type[msgspec.Struct], error: str) -> str:
     return ""
 
 
-def _check_host(settings: Settings) -> None:
+def _check_log(settings: Settings) -> None:
+    folder = Path(settings.transfer_log).parent
+    if settings.transfer_log and not folder.is_dir():
+        problem = f"transfer_log {settings.transfer_log!r}: there is no folder {str(folder)!r}."
+        raise invalid_setting(problem, "Make the folder, or name a file in one that exists.")
+
+
+def _check_model_id(settings: Settings) -> None:
+    try:
+        as_peers_read(settings.model_id or "unset", Identifier)
+    except ValueError as error:
+        given = f"model_id {settings.model_id[:40]!r}, of {len(settings.model_id)} characters"
+        remedy = f"Write a name of at most {MAX_IDENTIFIER_LENGTH} characters."
+        raise invalid_setting(f"other engines refuse {given}: {in_words(error)}.", remedy) from error
+
+
+def _check_host(name: str, settings: Settings) -> None:
     """Check by the rule by which peers check the host that this engine's answers give."""
-    for name in ("host", "advertised_host"):
-        if (given := getattr(settings, name)) in ("", EVERY_INTERFACE):
-            continue
-        try:
-            check_host(given)
-        except ValueError as error:
-            meant = host_meant(given)
-            write = (
-                f"{meant!r}, a host alone, without 'http://' and without a port" if meant else "an address or a name"
-            )
-            raise invalid_setting(
-                f"{name} {error}.", f'Write {write}. The port has its own setting, "port".'
-            ) from error
+    if (given := getattr(settings, name)) in ("", EVERY_INTERFACE):
+        return
+    try:
+        check_host(given)
+    except ValueError as error:
+        meant = host_meant(given)
+        write = f"{meant!r}, a host alone, without 'http://' and without a port" if meant else "an address or a name"
+        raise invalid_setting(f"{name} {error}.", f'Write {write}. The port has its own setting, "port".') from error
 
 
-def _check_reach(settings: Settings) -> None:
-    """Name in one error all that an engine lacks that other machines reach."""
-    missing: list[tuple[str, str]] = []
+def _check_reachable(settings: Settings) -> None:
     if is_wildcard(settings.reachable_host):
         name = "advertised_host" if settings.advertised_host else "host"
-        missing.append(
-            (
-                f"{name} {settings.reachable_host!r} means every interface, which is no address that other engines can "
-                "connect to.",
-                'Set "advertised_host" to the address or name at which they reach this machine.',
-            )
+        raise invalid_setting(
+            f"{name} {settings.reachable_host!r} means every interface, which is no address that other engines can "
+            "connect to.",
+            'Set "advertised_host" to the address or name at which they reach this machine.',
         )
+
+
+def _check_has_keys(settings: Settings) -> None:
     if not (settings.keys or is_loopback(settings.host)):
-        missing.append(
-            (
-                f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there could"
-                " read, change and free caches.",
-                "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
-                '"keys": "none" where nobody else reaches the network.',
-            )
+        raise invalid_setting(
+            f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there could"
+            " read, change and free caches.",
+            "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
+            '"keys": "none" where nobody else reaches the network.',
         )
-    if missing:
-        problems, remedies = zip(*missing, strict=True)
-        raise invalid_setting(" ".join(problems), " ".join(remedies))
 
 
-def _check_ports(settings: Settings) -> None:
+def _check_rank_ports(settings: Settings) -> None:
     found = _PORTS.fullmatch(settings.rank_ports)
     if settings.rank_ports and not (found and 1 <= int(found[1]) <= int(found[2]) <= LAST_PORT):
         problem = f"rank_ports {settings.rank_ports!r} names no range of ports from 1 to {LAST_PORT}."
         raise invalid_setting(problem, "Write the first and the last one, such as '5700-5799'.")
+
+
+def _check_ports(settings: Settings) -> None:
     control_port(settings, 0)
-    if settings.rank_ports:
-        _check_not_of_ranks(settings, settings.bootstrap_port, f"bootstrap_port {settings.bootstrap_port}")
+    _check_not_of_ranks(settings, settings.bootstrap_port, f"bootstrap_port {settings.bootstrap_port}")
+    if settings.port and settings.port == settings.bootstrap_port:
+        raise invalid_setting(
+            f"port and bootstrap_port are both {settings.port}: each needs a port of its own.", "Set another one."
+        )
 
 
 def _check_not_of_ranks(settings: Settings, port: int, name: str) -> None:
-    if port in settings.ports_of_ranks:
+    if settings.rank_ports and port in settings.ports_of_ranks:
         raise invalid_setting(
             f"{name} is also in rank_ports {settings.rank_ports!r}: a rank may take it first.",
             'Set "rank_ports" to a range without it.',
@@ -392,12 +450,16 @@ def _check_not_of_ranks(settings: Settings, port: int, name: str) -> None:
 
 
 def _check_allowed_hosts(settings: Settings) -> None:
-    for host in settings.allowed_hosts:
-        if as_network(host) is None and not _NAME.fullmatch(host):
-            raise invalid_setting(
+    raise_all(
+        [
+            invalid_setting(
                 f"allowed_hosts has {host!r}, which is no name, address or network.",
                 "Write 'prefill-0.example', '10.1.2.3', '[fd00::1]' or '10.1.0.0/16', without a port.",
             )
+            for host in settings.allowed_hosts
+            if as_network(host) is None and not _NAME.fullmatch(host)
+        ]
+    )
 
 
 def trust_of(settings: Settings) -> Trust:

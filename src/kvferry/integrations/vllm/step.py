@@ -14,7 +14,6 @@ from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import Prompt
 from kvferry.plan.request import GroupBlocks
 
-EPOCH_BITS = 53  # an epoch passes through JSON, which routers may parse as a double
 MAX_HELD_REQUESTS = 16384
 """At most so many prompts that are no transfers are held at a time."""
 

@@ -10,7 +10,6 @@ import torch
 from kvferry.errors import HandoffError, LayoutError, Reason
 from kvferry.handoff.messages import RankEntry
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, group_name
-from kvferry.integrations.vllm.versions import num_prefill_lookahead_tokens
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import (
     Atom,
@@ -57,15 +56,11 @@ def refuse(problem: str, remedy: str = UNEXPECTED) -> NoReturn:
     raise LayoutError(Reason.UNSUPPORTED, f"{problem}.", remedy)
 
 
-def check_supported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
-    """Refuse an engine whose caches this version cannot move. Raises :class:`LayoutError` (unsupported)."""
-    parallel = vllm_config.parallel_config
-    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        size = getattr(parallel, name)
-        if size > 1:
-            refuse(f"{name} is {size}", f"Run with --{name.replace('_', '-')} 1.")
-    if (lookahead := num_prefill_lookahead_tokens(vllm_config)) > 1:
-        refuse(f"the drafter embeds {lookahead} tokens ahead of the prompt", "Run without multi-module drafting.")
+def check_supported(kv_cache_config: "KVCacheConfig") -> None:
+    """Refuse an engine whose caches this version cannot move. Raises :class:`LayoutError` (unsupported).
+
+    Flags of vLLM are checked earlier: :mod:`~kvferry.integrations.vllm.refused_flags`.
+    """
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         _check_group(index, group)
 

@@ -372,13 +372,11 @@ class OffloadScheduler:
         self._loads.drop(self._stack, entry)
 
 
-def check_offloadable(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
+def check_offloadable(kv_cache_config: "KVCacheConfig") -> None:
     """Refuse an engine whose caches this version cannot offload. Raises :class:`LayoutError` (unsupported), and as
     :func:`check_block_hashes`.
     """
     check_block_hashes()
-    if vllm_config.parallel_config.nnodes_within_dp > 1:
-        refuse("the ranks of an engine are on several hosts", "Run all ranks of an engine on one host.")
     for index, shape in enumerate(group_shapes(kv_cache_config)):
         if shape.kind is CacheKind.STATE:
             refuse(f"cache group {index} holds states; only attention is offloaded", "Run without this connector.")

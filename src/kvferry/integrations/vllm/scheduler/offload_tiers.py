@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
-from pathlib import Path
 
-from kvferry.errors import KVFerryError, Reason, TierError
+from kvferry.errors import KVFerryError, TierError
 from kvferry.integrations.vllm.offload_names import BlockNames, EngineFacts
-from kvferry.integrations.vllm.offload_settings import OffloadSettings
+from kvferry.integrations.vllm.offload_settings import OffloadSettings, disk_folder
 from kvferry.integrations.vllm.offload_step import RankReport, SlabOrder
 from kvferry.layout.shard import Region, decode_shard
 from kvferry.layout.slab import slab_shard
@@ -17,7 +16,7 @@ from kvferry.tiers.host_memory import HostMemory, slots_that_fit
 from kvferry.tiers.local_disk import LocalDisk, check_directory
 from kvferry.tiers.protocol import LowerTier
 from kvferry.tiers.remote_pool import RemotePool, check_pool
-from kvferry.tiers.slab_memory import SlabMemory, available_bytes
+from kvferry.tiers.slab_memory import SlabMemory, check_memory
 from kvferry.tiers.stack import Stack
 from kvferry.units import format_bytes
 
@@ -50,27 +49,13 @@ def check_settings(settings: OffloadSettings, facts: EngineFacts, data_parallel_
     owner, invalid-setting or missing-dependency for a pool; :class:`SettingsError` for names that mean nothing to
     another process.
     """
-    if settings.host_bytes + settings.pool_bytes > (available := available_bytes()):
-        sizes = f"host_bytes is {format_bytes(settings.host_bytes)}"
-        if settings.pool_bytes:
-            sizes += f" and pool_bytes {format_bytes(settings.pool_bytes)}"
-        raise TierError(Reason.TIER_FAILED, f"{sizes}; {format_bytes(available)} are available.", "Set fewer.")
+    check_memory(settings.host_bytes, settings.pool_bytes)
     if facts.private is not None and (settings.disk_path or settings.pool_master):
         raise facts.private.without_traceback()
     if settings.disk_path:
-        check_directory(disk_folder(settings, data_parallel_rank))
+        check_directory(disk_folder(settings, data_parallel_rank), settings.disk_bytes)
     if settings.pool_master:
         check_pool(settings.pool_master, settings.pool_bytes)
-
-
-def disk_folder(settings: OffloadSettings, data_parallel_rank: int) -> Path:
-    """Return the folder of this engine's disk tier: each data-parallel rank is an engine.
-
-    >>> disk_folder(OffloadSettings(1, disk_path="/data"), 2).as_posix()
-    '/data/dp2'
-    """
-    folder = Path(settings.disk_path)
-    return folder / f"dp{data_parallel_rank}" if data_parallel_rank else folder
 
 
 def lower_tiers(settings: OffloadSettings, region: Region, data_parallel_rank: int) -> list[LowerTier]:

@@ -16,6 +16,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.handshake import Versions, agree, check_complete, check_rank
 from kvferry.handoff.holds import Ended, Ending, Holds, transfer_of, weights_changed
 from kvferry.handoff.messages import (
+    EPOCH_BITS,
     MAX_IDENTIFIER_LENGTH,
     MAX_REQUESTS_PER_MESSAGE,
     PROTOCOL_VERSION,
@@ -52,7 +53,6 @@ from kvferry.integrations.vllm.scheduler.source import HeldAnswers, Source, writ
 from kvferry.integrations.vllm.scheduler.waits import LOOK_MOST_SECONDS, StepWaits
 from kvferry.integrations.vllm.settings import Settings, control_port, trust_of
 from kvferry.integrations.vllm.step import (
-    EPOCH_BITS,
     MAX_HELD_REQUESTS,
     EngineEndPoint,
     FailedTurns,

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
-from kvferry.errors import KVFerryError, Reason, SettingsError
+from kvferry.errors import KVFerryError
 from kvferry.handoff.handshake import NO_ADAPTER, OURS, Adapter
 from kvferry.handoff.holds import Hold, is_of_hold, sampling_family
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Handle
 from kvferry.handoff.source import END, Prompt
 from kvferry.handoff.wire.bootstrap import BootstrapServer, Offer, id_in_epoch, signed
 from kvferry.handoff.wire.trust import in_url
+from kvferry.integrations.vllm.refused_flags import is_data_parallel
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, blocks_up_to, has_every_block, has_state, held_blocks
 from kvferry.integrations.vllm.scheduler.params import (
     EngineState,
@@ -165,8 +166,7 @@ class Source:
         assert transfer is not None
         self._state = state
         self._is_producer = transfer.is_kv_producer
-        self._is_data_parallel = is_data_parallel(vllm_config)
-        _check_router(state, vllm_config)
+        self._is_data_parallel = is_data_parallel(vllm_config, state.engine_id)
         self._has_state = has_state(state.groups)
         self._tells_after_the_end = tells_after_the_end(vllm_config, kv_cache_config)
         self._prompts: dict[str, _HeldPrompt] = {}
@@ -399,17 +399,6 @@ def held_prompt(
     return Prompt(num_tokens, digest, held_blocks(groups, [each.tolist() for each in ids]), END, adapter)
 
 
-def is_data_parallel(vllm_config: "VllmConfig") -> bool:
-    """Return whether this engine is one of several data-parallel ranks.
-
-    VLLM tells a data-parallel rank of a dense model that it is alone; only the engine's id shows the rank.
-    """
-    parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    assert transfer is not None
-    suffix = f"_dp{parallel.data_parallel_index}"
-    return parallel.data_parallel_size > 1 or str(transfer.engine_id).endswith(suffix)
-
-
 def tells_after_the_end(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> str:
     """Return why a step cannot tell the workers that a prompt's blocks are final, so that they learn it once the
     request has ended; empty where it can.
@@ -444,25 +433,3 @@ def router_transfer_of(request: "Request") -> str | None:
     if isinstance(transfer_id, str) and 0 < len(transfer_id) <= MAX_IDENTIFIER_LENGTH and not is_of_hold(transfer_id):
         return transfer_id
     return None
-
-
-def _check_router(state: EngineState, vllm_config: "VllmConfig") -> None:
-    """Refuse settings of routers that cannot work on this engine. Raises :class:`SettingsError` (invalid-setting)."""
-    settings, transfer = state.settings, vllm_config.kv_transfer_config
-    assert transfer is not None
-    if settings.router_address and transfer.is_kv_producer == transfer.is_kv_consumer:
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            "router_address registers a prefill or a decode engine with a router, and this engine is both.",
-            'Set "kv_role" to "kv_producer" or "kv_consumer".',
-        )
-    named = [name for name in ("router_address", "bootstrap_port") if getattr(settings, name)]
-    if named and is_data_parallel(vllm_config):
-        raise SettingsError(
-            Reason.INVALID_SETTING,
-            f"{named[0]} with data-parallel ranks (the engine's id is {transfer.engine_id!r}): such a router's "
-            "transfers name an engine and not a rank.",
-            f"Run an engine for each rank, with an id that does not end in "
-            f"_dp{vllm_config.parallel_config.data_parallel_index}, or a router that sends the prefill engine's answer "
-            f"to the decode engine, without {named[0]}.",
-        )

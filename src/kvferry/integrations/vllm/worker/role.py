@@ -24,7 +24,17 @@ from kvferry.execution.peers import OwnRank
 from kvferry.execution.source import Writer
 from kvferry.execution.trial import Side, Trial
 from kvferry.handoff.holds import TRANSFER_GENERATION, engine_drains, lease_lost, weights_changed
-from kvferry.handoff.messages import Answer, EndPoint, Question, RankEntry, Release, StillWriting, WriteFailed, Written
+from kvferry.handoff.messages import (
+    EPOCH_BITS,
+    Answer,
+    EndPoint,
+    Question,
+    RankEntry,
+    Release,
+    StillWriting,
+    WriteFailed,
+    Written,
+)
 from kvferry.handoff.source import Prompt
 from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.server import Server
@@ -34,7 +44,6 @@ from kvferry.integrations.vllm.identity import identity_of
 from kvferry.integrations.vllm.scheduler.blocks import group_name
 from kvferry.integrations.vllm.settings import Settings, trust_of
 from kvferry.integrations.vllm.step import (
-    EPOCH_BITS,
     EngineEndPoint,
     FailedTurns,
     PromptLoad,
