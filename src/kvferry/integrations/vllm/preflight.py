@@ -101,15 +101,17 @@ def errors_of(
     """Return every error of kvferry's connectors, each once; without ``here`` nothing of the machine is looked at."""
     ours = [(each, READERS[each.name](each.settings)) for each in connectors if each.name in READERS]
     for connector, found in ours:
-        found.note((), lambda _, connector=connector: _check_role(connector))
+        found.note((), partial(_check_role, connector))
         if connector.name == CONNECTOR and connector.engine_id is not None:
             names = ("host", "advertised_host", "router_address")
             found.note(names, partial(check_engine_id, connector.engine_id))
         if vllm_config is not None:
             check_flags(vllm_config, connector, found)
         if here is not None:
-            check = _note_moving if connector.name == CONNECTOR else _note_offload
-            check(connector, found, here)
+            if connector.name == CONNECTOR:
+                _note_moving(connector, found, here)
+            else:
+                _note_offload(found, here)
     errors = [error for _, found in ours for error in found.errors]
     if here is not None:
         errors += _memory_errors([found for connector, found in ours if connector.name == OFFLOAD], here)
@@ -145,7 +147,7 @@ def settings_in_force(connector: ConnectorConfig) -> dict[str, Any]:
     return found
 
 
-def _check_role(connector: ConnectorConfig) -> None:
+def _check_role(connector: ConnectorConfig, _: object) -> None:
     if connector.role is not None and connector.role not in ROLES:
         told = f"kv_role {connector.role!r} of {connector.name} is none of vLLM's roles."
         raise invalid_setting(told, f'Set "kv_role" to {", ".join(ROLES[:-1])} or {ROLES[-1]}.')
@@ -158,14 +160,14 @@ def _note_moving(connector: ConnectorConfig, found: Found[Settings], here: Engin
     found.note(["transfer_cores"], lambda settings: _check_cores(settings.transfer_cores))
     found.note(["host"], lambda settings: _within("look-up of host", partial(check_port, settings.host, 0)))
     for rank in here.data_parallel_ranks:
-        found.note(["host", "port", "rank_ports"], lambda settings, rank=rank: _check_control_port(settings, rank))  # type: ignore[misc]
+        found.note(["host", "port", "rank_ports"], partial(_check_control_port, rank))
     if here.has_bootstrap and connector.role != "kv_consumer":
         found.note(["host", "bootstrap_port"], _check_bootstrap_port)
     needed = len(here.data_parallel_ranks) * here.num_ranks
     found.note(["host", "rank_ports"], lambda settings: _check_rank_ports(settings, needed))
 
 
-def _check_control_port(settings: Settings, rank: int) -> None:
+def _check_control_port(rank: int, settings: Settings) -> None:
     if port := control_port(settings, rank):
         check_port(settings.host, port)
 
@@ -185,16 +187,16 @@ def _check_cores(cores: Sequence[int]) -> None:
         Executor(cores).close()
 
 
-def _note_offload(_: ConnectorConfig, found: Found[OffloadSettings], here: EngineHere) -> None:
+def _note_offload(found: Found[OffloadSettings], here: EngineHere) -> None:
     """Note what of a machine does not let a ``KVFerryOffloadConnector`` store blocks."""
     found.note(["transfer_cores"], lambda settings: _check_cores(settings.transfer_cores))
     for rank in here.data_parallel_ranks:
-        found.note(["disk_path", "disk_bytes"], lambda settings, rank=rank: _check_disk(settings, rank))  # type: ignore[misc]
+        found.note(["disk_path", "disk_bytes"], partial(_check_disk, rank))
     found.note(["pool_bytes", "pool_master"], _check_share)
     found.note(["pool_master"], _check_pool)
 
 
-def _check_disk(settings: OffloadSettings, rank: int) -> None:
+def _check_disk(rank: int, settings: OffloadSettings) -> None:
     if settings.disk_path and settings.disk_bytes:
         from kvferry.tiers.local_disk import check_directory  # most engines have no disk tier
 

@@ -6,6 +6,7 @@ What only the caches themselves show, the connectors refuse when they start: see
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import KVFerryError, LayoutError, Reason, SettingsError
@@ -56,9 +57,9 @@ class Rule:
     reason: Reason = Reason.UNSUPPORTED
     kind: type[KVFerryError] = LayoutError
 
-    def check(self, engine: Engine) -> None:
+    def check(self, config: "VllmConfig", connector: ConnectorConfig, settings: Any) -> None:
         """Raise what is wrong."""
-        if found := self.problem(engine):
+        if found := self.problem(Engine(config, connector, settings)):
             raise self.kind(self.reason, f"{found}.", self.remedy)
 
 
@@ -200,7 +201,7 @@ def check_flags(config: "VllmConfig", connector: ConnectorConfig, found: Found[A
     """Note in ``found`` every flag of vLLM that cannot go with this connector."""
     for rule in RULES:
         if connector.name in rule.connectors:
-            found.note(rule.names, lambda settings, rule=rule: rule.check(Engine(config, connector, settings)))  # type: ignore[misc]
+            found.note(rule.names, partial(rule.check, config, connector))
     if connector.name == OFFLOAD:
         found.note((), lambda _: check_block_hashes())
         found.note((), lambda _: check_hashes(config))
