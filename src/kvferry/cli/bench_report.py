@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -136,12 +137,14 @@ class BenchReport:
 
     def print(self, console: Console) -> None:
         """Print the table, and below it what its columns mean and what could not be measured."""
-        table = Table(title=", ".join(f"{name} {value}" for name, value in self.conditions.items()))
-        for name in ("tokens", "at once", "connector"):
-            table.add_column(name, justify="left" if name == "connector" else "right")
-        for name in ("prefill + first token ms", "after prefill", "slowest", "token ms", "requests/s"):
-            table.add_column(name, justify="right")
-        for name in ("wait ms", "transfer ms", "GB/s", "descriptors", "kvferry by this"):
+        table = Table(
+            title=", ".join(f"{name} {value}" for name, value in self.conditions.items()),
+            box=box.SIMPLE,
+            pad_edge=False,
+        )
+        for name in ("tokens", "at once", "connector", "TTFT ms", "decode ms", "worst ms", "ITL ms", "req/s"):
+            table.add_column(name, justify="left" if name == "connector" else "right", no_wrap=name == "connector")
+        for name in ("wait ms", "move ms", "GB/s", "descriptors", "ratio"):
             table.add_column(name, justify="right")
         measured = [row for row in self.rows if not row.problem]
         for row in measured:
@@ -165,8 +168,9 @@ class BenchReport:
                 cell = f"{row.cell.tokens} tokens, {row.cell.at_once} at once"
                 console.print(f"{row.connector}, {cell}: {row.problem}", markup=False)
         console.print(
-            "Medians. wait: from a load's order to its end; transfer: of its bytes alone, by the connector's own "
-            "metrics, for each rank. Without a connector (none) the decode engine computes the prompt.",
+            "Medians. TTFT: from the prefill request to the decode engine's first token; decode: from the decode request; "
+            "worst: of one request. ITL: between tokens. wait: from a load's order to its end, move: of its bytes, by the connector's "
+            "metrics for each rank. ratio: kvferry's TTFT by this one. none: the decode engine computes the prompt.",
             style="dim",
         )
 

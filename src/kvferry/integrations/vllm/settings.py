@@ -302,10 +302,15 @@ class Found(Generic[AnySettings]):
                 self.wrong.update(names)
 
 
+def _check_transport(settings: Settings) -> None:
+    if settings.transport != "auto":
+        check_transport(settings.transport)
+
+
 def read_settings(extra_config: Mapping[str, Any]) -> Found[Settings]:
     """Return the settings in ``extra_config``, and all that is wrong with them."""
     found = converted(extra_config, Settings)
-    found.note(["transport"], lambda settings: settings.transport == "auto" or check_transport(settings.transport))
+    found.note(["transport"], _check_transport)
     found.note(["transfer_log"], _check_log)
     for name in ("host", "advertised_host"):
         found.note([name], partial(_check_host, name))

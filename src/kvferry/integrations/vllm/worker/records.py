@@ -250,7 +250,7 @@ class TransferLog:
     def write(self, order: PromptLoad, result: JobResult) -> None:
         """Append one load."""
         hold = order.hold
-        line = {
+        line: dict[str, Any] = {
             "request_id": order.request_id,
             "remote_request_id": None if hold is None else hold.handle.request_id,
             "remote_engine_id": None if hold is None else hold.engine_id,
