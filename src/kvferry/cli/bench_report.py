@@ -145,7 +145,7 @@ class BenchReport:
         for name in ("tokens", "at once", "connector", "TTFT ms", "decode ms", "worst ms", "ITL ms", "req/s"):
             table.add_column(name, justify="left" if name == "connector" else "right", no_wrap=name == "connector")
         for name in ("wait ms", "move ms", "GB/s", "descriptors", "ratio"):
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=True)
         measured = [row for row in self.rows if not row.problem]
         for row in measured:
             table.add_row(
@@ -168,9 +168,10 @@ class BenchReport:
                 cell = f"{row.cell.tokens} tokens, {row.cell.at_once} at once"
                 console.print(f"{row.connector}, {cell}: {row.problem}", markup=False)
         console.print(
-            "Medians. TTFT: from the prefill request to the decode engine's first token; decode: from the decode request; "
-            "worst: of one request. ITL: between tokens. wait: from a load's order to its end, move: of its bytes, by the connector's "
-            "metrics for each rank. ratio: kvferry's TTFT by this one. none: the decode engine computes the prompt.",
+            "Medians. TTFT: from the prefill request to the decode engine's first token; decode: from the decode "
+            "request; worst: of one request. ITL: between tokens. wait: from a load's order to its end; move: of its bytes; both by "
+            " the connector's metrics, for each rank. ratio: kvferry's TTFT by this one. none: the decode engine "
+            "computes the prompt.",
             style="dim",
         )
 
