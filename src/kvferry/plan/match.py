@@ -256,6 +256,11 @@ def match_layers(source: Component, destination: Component) -> Offsets:
 
 # Caches between which no plan exists.
 
+SAME_LAYERS = (
+    "Give both engines the same model, the same --speculative-config or none (a draft model has layers of its own), "
+    "and --disable-hybrid-kv-cache-manager on both or on neither."
+)
+
 
 def _check_layers(sources: Sequence[Shard], destination: Shard) -> None:
     """Raise unless the sources hold the destination's groups and layers, each layer in one pipeline stage."""
@@ -303,7 +308,9 @@ def _check_shares(held: Sequence[CacheGroup], wanted: CacheGroup) -> None:
 def _check_group(source: CacheGroup, destination: CacheGroup, between: str) -> None:
     """Raise unless both groups have the same components, scales and kind."""
     if source.kind is not destination.kind:
-        _refuse(Reason.GROUP_MISMATCH, f"{between}: cache kinds {source.kind} and {destination.kind} differ.")
+        _refuse(
+            Reason.GROUP_MISMATCH, f"{between}: cache kinds {source.kind} and {destination.kind} differ.", SAME_LAYERS
+        )
     if source.window != destination.window:
         windows = f"{source.window} and {destination.window}"
         _refuse(Reason.MODEL_MISMATCH, f"{between}: windows of {windows} tokens differ.")
@@ -380,12 +387,14 @@ def _refuse(
 def _refuse_groups(sources: Sequence[Shard], destination: Shard) -> NoReturn:
     sent = sorted({group.name for source in sources for group in source.groups})
     received = sorted(group.name for group in destination.groups)
-    _refuse(Reason.GROUP_MISMATCH, f"the sources have cache groups {sent}, the destination has {received}.")
+    _refuse(
+        Reason.GROUP_MISMATCH, f"the sources have cache groups {sent}, the destination has {received}.", SAME_LAYERS
+    )
 
 
 def _refuse_layers(group: CacheGroup, held: frozenset[str], what: str) -> NoReturn:
     counts = f"the sources have {len(held)}, the destination has {len(group.layers)}"
-    _refuse(Reason.LAYER_MISMATCH, f"group {group.name!r}: {what} ({counts}).")
+    _refuse(Reason.LAYER_MISMATCH, f"group {group.name!r}: {what} ({counts}).", SAME_LAYERS)
 
 
 def _some(names: Iterable[str]) -> str:
