@@ -256,6 +256,7 @@ def match_layers(source: Component, destination: Component) -> Offsets:
 
 # Caches between which no plan exists.
 
+SAME_CACHE = "Serve the same model with the same --quantization, --dtype and --kv-cache-dtype on both engines."
 SAME_LAYERS = (
     "Give both engines the same model, the same --speculative-config or none (a draft model has layers of its own), "
     "and --disable-hybrid-kv-cache-manager on both or on neither."
@@ -374,13 +375,11 @@ def _check_component(source: Component, destination: Component, where: str) -> N
         _refuse(
             Reason.PACKING_MISMATCH,
             f"{where}: pages are packed as {source.packing or 'plain'!r} and {destination.packing or 'plain'!r}.",
-            "Run both engines on one kind of processor with one dtype and block size.",
+            "Run both engines on one kind of processor with the same --dtype and --block-size.",
         )
 
 
-def _refuse(
-    reason: Reason, message: str, remedy: str = "Serve the same model with the same cache settings on both engines."
-) -> NoReturn:
+def _refuse(reason: Reason, message: str, remedy: str = SAME_CACHE) -> NoReturn:
     raise PlanError(reason, message, remedy)
 
 
