@@ -337,7 +337,7 @@ def _check_pages(source: CacheGroup, destination: CacheGroup, where: str) -> Non
         _refuse(
             Reason.BLOCK_SIZE_MISMATCH,
             f"{where}: packed pages of {source.block_size} and {destination.block_size} tokens differ.",
-            "Start both engines with one block size.",
+            "Start both engines with the same --block-size.",
         )
     if source.token_share.split != destination.token_share.split:
         _refuse(

@@ -336,7 +336,7 @@ def _explain(number: int, peer: CmaPeer, position: int) -> TransportError:
 
 
 def check_same_host(own: ProcessIdentity, other: ProcessIdentity) -> None:
-    """Refuse a peer that no process beside ``own`` can reach. Raises :class:`TransportError` (transport-unavailable)."""
+    """Refuse a process that ``own`` does not reach. Raises :class:`TransportError` (transport-unavailable)."""
     if own.boot_id != other.boot_id:
         found, remedy = "the peer is on another host", "Use the nixl transport between hosts."
     elif own.pid_namespace != other.pid_namespace:
