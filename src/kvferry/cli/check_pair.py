@@ -24,8 +24,16 @@ from kvferry.handoff.handshake import Versions, agree, ask_directory, compare_en
 from kvferry.handoff.messages import Directory, RankEntry
 from kvferry.handoff.wire.http import FAILURES, HttpAnswer, HttpRequest, exchange
 from kvferry.handoff.wire.trust import Keys, Trust, bare, in_url, is_loopback, look_up
-from kvferry.integrations.vllm.facts import ASKS, MAX_FACTS_BYTES, EngineFacts, ReadyAnswer, printable, signed_now
-from kvferry.integrations.vllm.readiness import PATH, Readiness
+from kvferry.integrations.vllm.facts import (
+    ASKS,
+    MAX_FACTS_BYTES,
+    MIDDLEWARE,
+    PATH,
+    EngineFacts,
+    ReadyAnswer,
+    printable,
+    signed_now,
+)
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_cached_windows, check_filled_whole
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.plan.digest_cells import Integrity
@@ -40,7 +48,6 @@ SENDER = "kvferry check"
 ASK_SECONDS = 10.0
 """At most, for the answer of one control end point, or to a connection."""
 CONNECT_SECONDS = 2.0
-MIDDLEWARE = f"{Readiness.__module__}.{Readiness.__qualname__}"
 READY_REASONS = {
     Reason.INVALID_SETTING: (
         f"has no KVFerryConnector, or no fixed port at which {PATH} could ask it",
@@ -90,7 +97,7 @@ class Server:
         return in_url(self.parts.hostname), self.parts.port or (443 if self.parts.scheme == "https" else 80)
 
     def ask(self, path: str, seconds: float, most_bytes: int, **more: Any) -> HttpAnswer:
-        """Send one request. Raises :class:`HandoffError`: peer-unreachable, malformed-message for too long an answer."""
+        """Send one request. Raises :class:`HandoffError`: peer-unreachable, malformed-message (too long)."""
         host, port = self.place
         is_tls = self.parts.scheme == "https"
         request = HttpRequest(host, port, self.parts.path.rstrip("/") + path, tls=is_tls, **more)
@@ -335,8 +342,8 @@ def _check_keys(prefill: Side, decode: Side) -> None:
                 Reason.PERMISSION_DENIED,
                 f"keys: the {other.server.name} does not trust the certificate {one.facts.key[:16]} of the "
                 f"{one.server.name}.",
-                f"Copy certificate.pem of the {one.server.name} into trusted/ of the {other.server.name}, and start the "
-                "latter again.",
+                f"Copy certificate.pem of the {one.server.name} into trusted/ of the {other.server.name}, and restart "
+                "that.",
             )
 
 
@@ -367,8 +374,8 @@ def _refuse_loopback_of_source(prefill: Side, *, is_on_one_host: bool) -> None:
     if is_loopback(host) and not is_on_one_host:
         raise HandoffError(
             Reason.PEER_UNREACHABLE,
-            f"the prefill engine answers at {host}, where no other host reaches it, and the decode engine is on another "
-            "host.",
+            f"the prefill engine answers at {host}, where no other host reaches it, and the decode engine is on "
+            "another host.",
             'Set "host" (and "advertised_host") of the prefill engine to an address that the decode engine reaches.',
         )
 

@@ -22,6 +22,9 @@ from kvferry.integrations.vllm.versions import can_name_loaded_groups
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+PATH = "/ready"
+MIDDLEWARE = "kvferry.integrations.vllm.readiness.Readiness"
+"""What answers there, as it is given to ``--middleware``."""
 ASKS = "x-kvferry-check"
 """The header of a question for the facts; its value is :func:`signed_now`, or empty without keys."""
 FORWARDED = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"))

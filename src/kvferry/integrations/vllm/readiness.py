@@ -20,7 +20,7 @@ from kvferry.handoff.messages import Drain, Draining
 from kvferry.handoff.wire.client import ask
 from kvferry.handoff.wire.trust import Trust
 from kvferry.integrations.vllm.connector_configs import CONNECTOR, own_settings
-from kvferry.integrations.vllm.facts import ASKS, EngineFacts, ReadyAnswer, facts_of, local_ranks, may_ask
+from kvferry.integrations.vllm.facts import ASKS, PATH, EngineFacts, ReadyAnswer, facts_of, local_ranks, may_ask
 from kvferry.integrations.vllm.failed_loads import App, Message, Receive, Send
 from kvferry.integrations.vllm.settings import Settings, control_port, invalid_setting, parse_settings, trust_of
 from kvferry.peer_log import PeerLog
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 logger = PeerLog(logging.getLogger(__name__))
 
-PATH = "/ready"
 ASK_SECONDS = 4.0
 """vllm-router waits 5 s for an answer."""
 KNOWN_SECONDS = 0.5
