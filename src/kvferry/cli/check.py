@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvferry.cli.check_pair import Problem, Route, Server, Side, Verdict, ask_engine, judge, options_named
 from kvferry.cli.check_prompt import Prompts, Sent, TimeRow
-from kvferry.cli.console import AsJson, open_console, progress
+from kvferry.cli.console import AsJson, open_console, progress, refused
 from kvferry.errors import KVFerryError
 from kvferry.handoff.wire.trust import Keys, in_url
 from kvferry.integrations.vllm.facts import printable
@@ -96,7 +96,7 @@ def check(
     kvferry check http://prefill-0:8000 http://decode-0:8000 --keys /etc/kvferry/keys --no-prompt --json
     """
     try:
-        with progress("asking the engines") as announce:
+        with progress("asking the engines") as announce, refused(as_json):
             report = Report()
             servers = [Server.parse("router", router_url)] if router_url is not None else []
             _ask(report, (prefill_url, decode_url), None if keys is None else Keys(keys), timeout)

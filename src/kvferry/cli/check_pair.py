@@ -23,7 +23,7 @@ from kvferry.execution.destination import Compares, SourceEngine, refuse_loopbac
 from kvferry.handoff.handshake import Versions, agree, ask_directory, compare_engines, decode_shards
 from kvferry.handoff.messages import Directory, RankEntry
 from kvferry.handoff.wire.http import FAILURES, HttpAnswer, HttpRequest, exchange
-from kvferry.handoff.wire.trust import Keys, Trust, bare, in_url, is_loopback, look_up
+from kvferry.handoff.wire.trust import Keys, Trust, bare, in_url, is_loopback, is_numeric, look_up
 from kvferry.integrations.vllm.facts import (
     ASKS,
     MAX_FACTS_BYTES,
@@ -41,6 +41,7 @@ from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, of_rank
 from kvferry.transport.cma import check_same_host
 from kvferry.transport.end_points import is_on_this_host
+from kvferry.transport.network import interface_of
 from kvferry.transport.registry import in_common, nothing_in_common
 
 PROMPT_TOKENS = 10_000
@@ -154,7 +155,7 @@ class OptionValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why two engines cannot exchange caches, with the options that do it."""
+    """Why two engines cannot exchange caches, and the options that do it."""
 
     error: KVFerryError
     options: tuple[OptionValues, ...] = ()
@@ -200,7 +201,7 @@ def ask_engine(name: str, url: str, keys: Keys | None, seconds: float) -> Side:
     if (facts := found.engine) is None:
         raise _says_nothing(server, found, keys)
     # Without keys anybody may have sent the answer: it leads to this machine or to the host of the URL.
-    trust = Trust(keys) if facts.key and keys else Trust(None, [bare(server.place[0])])
+    trust = Trust(keys) if facts.key and keys else Trust(None, [bare(server.place[0]), *_own(facts.host)])
     ask = partial(ask_directory, sender=SENDER, timeout_seconds=min(seconds, ASK_SECONDS), trust=trust)
     try:
         directories = tuple(ask(facts.host, port, is_trusted=trust.keys is not None) for port in facts.ports)
@@ -214,6 +215,11 @@ def ask_engine(name: str, url: str, keys: Keys | None, seconds: float) -> Side:
             else error.remedy,
         ) from error
     return Side(server, facts, found.reason, trust, directories)
+
+
+def _own(host: str) -> list[str]:
+    """Return the host where it is an address of this machine."""
+    return [bare(host)] if is_numeric(host) and interface_of(bare(host)) is not None else []
 
 
 def _ready_answer(server: Server, keys: Keys | None, seconds: float) -> ReadyAnswer:
