@@ -1,12 +1,12 @@
-"""API servers of engines and a router in this process, as ``kvferry check`` asks them: no vLLM, real control end points.
+"""API servers of engines and a router in this process, for ``kvferry check``: no vLLM, real control end points.
 
 An engine counts what it is sent, and says so in its metrics as vLLM and kvferry do.
 """
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -56,10 +56,8 @@ class ApiServer:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
-                try:
+                with suppress(ConnectionError):
                     self.wfile.write(data)
-                except ConnectionError:
-                    pass
 
             do_POST = do_GET
 
@@ -215,12 +213,3 @@ class RouterInProcess(ApiServer):
             "/v1/models": lambda *_: (200, {"data": [{"id": "model"}]}),
             "/v1/completions": complete,
         }
-
-
-@contextmanager
-def closing_all(*servers: ApiServer) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for server in servers:
-            server.close()

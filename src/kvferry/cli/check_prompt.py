@@ -38,7 +38,7 @@ STATUS_REASONS = {
     403: Reason.PERMISSION_DENIED,
     404: Reason.INVALID_REQUEST,
 }
-NO_LOGS = "The {} has no such metrics (--disable-log-stats): what it did with the prompt, and when, cannot be known from here."
+NO_LOGS = "What the {} did with the prompt, and when: it has no metrics (--disable-log-stats)."
 
 
 class _Held(msgspec.Struct):
