@@ -1,4 +1,4 @@
-"""``kvferry check``: which pairs of engines cannot exchange caches and why, one prompt through them, and bad answers."""
+"""``kvferry check``: which pairs of engines cannot exchange caches and why, one prompt through them, bad answers."""
 
 import json
 import socket
@@ -27,7 +27,7 @@ from kvferry.models.families import alike
 from kvferry.models.groups import AttentionCache
 from kvferry.transport.end_points import own_identity
 
-from .api_servers import ApiServer, EngineInProcess, RouterInProcess
+from .api_servers import OPTIONS, ApiServer, EngineInProcess, RouterInProcess
 from .engines_in_process import IDENTITY, DecodeRank
 
 ELSEWHERE = msgspec.structs.replace(own_identity(), boot_id="another host")
@@ -254,12 +254,12 @@ IMPOSSIBLE: dict[str, tuple[Makes, str, str, str]] = {
     ),
     "digests": (
         lambda pair: (
-            differ(pair.prefill(), integrity="off"),
+            with_facts(pair.prefill(), options={**OPTIONS, "integrity": "off"}),
             with_facts(pair.decode(entry={"digests": "sample"}), requires_digests=True),
         ),
         "unsupported",
-        "digests",
-        "",
+        'the decode engine has "integrity": "sample", the prefill engine "off"',
+        "integrity",
     ),
     "protocol versions": (
         lambda pair: (with_facts(pair.prefill(), oldest=2, newest=3), pair.decode()),

@@ -263,9 +263,7 @@ def _says_nothing(server: Server, found: ReadyAnswer, keys: Keys | None) -> Hand
         what, remedy = "has keys, or is not asked from its own host", "Give --keys a folder that the engine trusts."
     else:
         what = f"does not trust the key {keys.fingerprint[:16]} of --keys, or its clock is over a minute off"
-        remedy = (
-            'Copy certificate.pem into the folder "trusted" of the engine\'s keys. If it has none, ask on its host.'
-        )
+        remedy = "Copy certificate.pem into trusted/ of the engine's keys; ask an engine without keys on its host."
     return HandoffError(
         Reason.PERMISSION_DENIED, f"the {server.name} at {server.url} tells nothing of itself: it {what}.", remedy
     )

@@ -124,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         until = time.monotonic() + QUERY_SECONDS
-        self.rfile = UntilDeadline(self.connection, until, QUERY_SECONDS, MAX_QUERY_BYTES).makefile()
+        self.rfile = UntilDeadline(self.connection, until, MAX_QUERY_BYTES).makefile()
 
     def do_GET(self) -> None:
         found = self.path == "/query"

@@ -50,25 +50,28 @@ class HttpAnswer(NamedTuple):
 def exchange(request: HttpRequest, addresses: Sequence[str], seconds: float, most_bytes: int) -> HttpAnswer:
     """Send a request to the first of a host's addresses that accepts a connection. Raises :data:`FAILURES`."""
     deadline = time.monotonic() + seconds
-    with closing(_connected(addresses, request, deadline, seconds)) as connected:
-        connected.settimeout(_remaining(deadline, seconds))
-        connected.sendall(request.encode())
-        reader = UntilDeadline(connected, deadline, seconds, 2 * most_bytes + MAX_HEADER_BYTES)
-        # The response only calls ``makefile``.
-        response = HTTPResponse(reader, method=request.method)  # type: ignore[arg-type]
-        response.begin()
-        body = response.read(most_bytes + 1)
-        return HttpAnswer(response.status, body[:most_bytes], len(body) > most_bytes)
+    try:
+        with closing(_connected(addresses, request, deadline)) as connected:
+            connected.settimeout(_remaining(deadline))
+            connected.sendall(request.encode())
+            reader = UntilDeadline(connected, deadline, 2 * most_bytes + MAX_HEADER_BYTES)
+            # The response only calls ``makefile``.
+            response = HTTPResponse(reader, method=request.method)  # type: ignore[arg-type]
+            response.begin()
+            body = response.read(most_bytes + 1)
+            return HttpAnswer(response.status, body[:most_bytes], len(body) > most_bytes)
+    except TimeoutError as error:
+        raise TimeoutError(f"no whole answer within {seconds:g} s") from error
 
 
 class UntilDeadline(io.RawIOBase):
-    """Reads at most ``most_bytes`` from a socket until a deadline, which ``seconds`` before began.
+    """Reads at most ``most_bytes`` from a socket until a deadline.
 
     The timeout of a socket begins anew with every byte that comes. After the last byte that may be read comes the end.
     """
 
-    def __init__(self, connected: socket.socket, deadline: float, seconds: float, most_bytes: int) -> None:
-        self._socket, self._deadline, self._seconds = connected, deadline, seconds
+    def __init__(self, connected: socket.socket, deadline: float, most_bytes: int) -> None:
+        self._socket, self._deadline = connected, deadline
         self._num_left = most_bytes
 
     def makefile(self, mode: str = "rb") -> io.BufferedReader:
@@ -78,17 +81,17 @@ class UntilDeadline(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self._socket.settimeout(_remaining(self._deadline, self._seconds))
+        self._socket.settimeout(_remaining(self._deadline))
         num_read = self._socket.recv_into(buffer, min(len(buffer), self._num_left)) if self._num_left else 0
         self._num_left -= num_read
         return num_read
 
 
-def _connected(addresses: Sequence[str], request: HttpRequest, deadline: float, seconds: float) -> socket.socket:
+def _connected(addresses: Sequence[str], request: HttpRequest, deadline: float) -> socket.socket:
     """Return a connection to the first address that accepts one. Raises ``OSError``."""
     refused = OSError("the name has no address")
     for turn, address in enumerate(addresses):
-        timeout = _remaining(deadline, seconds) / (len(addresses) - turn)
+        timeout = _remaining(deadline) / (len(addresses) - turn)
         try:
             connected = socket.create_connection((address, request.port), timeout)
         except OSError as error:
@@ -106,9 +109,9 @@ def _in_tls(connected: socket.socket, host: str) -> socket.socket:
         raise
 
 
-def _remaining(deadline: float, seconds: float) -> float:
+def _remaining(deadline: float) -> float:
     """Return the seconds until the deadline. Raises ``TimeoutError`` once it has passed."""
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimeoutError(f"no whole answer within {seconds:g} s")
+        raise TimeoutError("the deadline has passed")
     return left
