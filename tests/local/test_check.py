@@ -103,6 +103,7 @@ class Pair:
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Pair]:
     monkeypatch.setattr(check_prompt, "METRICS_SECONDS", 0.3)
+    monkeypatch.setattr(check_pair, "CONNECT_SECONDS", 1.0)
     made = Pair(monkeypatch, capsys)
     yield made
     made.close()
@@ -327,11 +328,14 @@ def test_several_reasons_are_all_listed(pair: Pair) -> None:
     assert {each["reason"] for each in pair.problems(pair.prefill(), decode)} == {"model-mismatch", "layer-mismatch"}
 
 
-def test_an_engine_on_another_network_is_not_connected_to_without_keys(pair: Pair) -> None:
+def test_an_engine_on_another_network_is_not_connected_to_without_keys(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decode = pair.decode()
     elsewhere = msgspec.structs.replace(decode.directory().ranks[0].answers_at, host="192.0.2.7")
     decode.changes["entry"] = {"answers_at": elsewhere, "process": None}
     with_facts(decode, connects_anywhere=True)
+    monkeypatch.setattr(check_pair, "CONNECT_SECONDS", 0.01)
     [problem] = [each for each in pair.problems(pair.prefill(), decode) if each["reason"] == "permission-denied"]
     assert "the prefill engine: host: '192.0.2.7'" in problem["message"]
     assert "allowed_hosts" in problem["remedy"]
@@ -519,7 +523,8 @@ class TestWhatCannotBeAsked:
     def test_a_plan_that_takes_too_long_is_given_up(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         over = threading.Event()
         monkeypatch.setattr(check_pair, "_planned", lambda *_: over.wait(60))
-        problems = pair.problems(pair.prefill(), pair.decode(), "--timeout", "3")
+        monkeypatch.setattr(check, "judge", lambda prefill, decode, _: check_pair.judge(prefill, decode, 0.1))
+        problems = pair.problems(pair.prefill(), pair.decode())
         over.set()
         assert [each["reason"] for each in problems] == ["deadline-exceeded"]
 
