@@ -61,8 +61,8 @@ READY_REASONS = {
 }
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 ROLE_REASONS = {
-    "prefill": "vLLM and routers take it for a decode engine",
-    "decode": "vLLM protects the blocks that a load fills in engines that consume only",
+    "prefill": "it answers no bootstrap query, and registers with routers as a decode engine",
+    "decode": "it registers with routers as a prefill engine",
 }
 Value = TypeVar("Value")
 
