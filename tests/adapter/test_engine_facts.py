@@ -102,7 +102,7 @@ def side(engine: HandoffEngine, name: str, role: str) -> Side:
     told = msgspec.json.decode(msgspec.json.encode(ReadyAnswer(ready=True, engine=found)), type=ReadyAnswer)
     assert told.engine == found
     directory = ask_directory(LOOPBACK, found.ports[0], "kvferry check", 10.0)
-    return Side(Server.parse(name, "http://127.0.0.1:1"), found, "", Trust(), (directory,))
+    return Side(Server.parse(name, "http://127.0.0.1:1"), found, "", Trust(), LOOPBACK, (directory,))
 
 
 def test_engines_that_move_a_prompt_are_found_to_fit(make_engine: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_draft_model_on_one_side_is_found_before_a_request_fails(make_engine: 
     sides = side(prefill, "prefill engine", "kv_producer"), side(decode, "decode engine", "kv_consumer")
     drafting = {**sides[1].facts.options, DRAFT: "method eagle, model m, num_speculative_tokens 2"}
     changed = msgspec.structs.replace(sides[1].facts, options=drafting)
-    decode_side = Side(sides[1].server, changed, "", sides[1].trust, sides[1].directories)
+    decode_side = Side(sides[1].server, changed, "", sides[1].trust, LOOPBACK, sides[1].directories)
     [problem] = judge(sides[0], decode_side).problems
     assert problem.error.reason == "layer-mismatch"
     assert [(each.option, each.prefill) for each in problem.options] == [(DRAFT, "none")]

@@ -395,6 +395,16 @@ class TestKeys:
         code, found = pair.report(pair.prefill(keys=keys), pair.decode(keys=keys), "--keys", keys.folder)
         assert (code, found["problems"]) == (check.WORKS, [])
 
+    def test_an_engine_of_another_host_is_asked_where_other_hosts_reach_it(
+        self, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keys = make_keys(tmp_path / "keys")
+        engines = [with_facts(make(keys=keys), host="192.0.2.7") for make in (pair.prefill, pair.decode)]
+        arguments = (*engines, "--keys", keys.folder, "--no-prompt", "--timeout", "0.5")
+        assert pair.report(*arguments)[0] == check.CANNOT_ASK
+        monkeypatch.setattr(check_pair, "is_loopback", lambda _: False)
+        assert pair.report(*arguments[:-2])[0] == check.WORKS
+
     @pytest.mark.parametrize("has_keys", [False, True])
     def test_without_a_trusted_key_nothing_is_told(self, has_keys: bool, pair: Pair, tmp_path: Path) -> None:
         keys, other = make_keys(tmp_path / "keys"), make_keys(tmp_path / "other")
@@ -527,6 +537,14 @@ class TestWhatCannotBeAsked:
         problems = pair.problems(pair.prefill(), pair.decode())
         over.set()
         assert [each["reason"] for each in problems] == ["deadline-exceeded"]
+
+    def test_a_plan_that_fails_unexpectedly_is_a_problem(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(check_pair, "_planned", fail)
+        [problem] = pair.problems(pair.prefill(), pair.decode())
+        assert "ZeroDivisionError" in problem["message"]
 
     def test_a_text_of_an_engine_moves_no_cursor(self, pair: Pair) -> None:
         decode = differ(pair.decode(**of_identity(weights="\x1b[2J[bold]")), model="\x1b[2J[bold]")

@@ -22,6 +22,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.destination import Compares, SourceEngine, refuse_loopback
 from kvferry.handoff.handshake import Versions, agree, ask_directory, compare_engines, decode_shards
 from kvferry.handoff.messages import Directory, RankEntry
+from kvferry.handoff.wire.background import unexpected_error
 from kvferry.handoff.wire.http import FAILURES, HttpAnswer, HttpRequest, exchange
 from kvferry.handoff.wire.trust import Keys, Trust, bare, in_url, is_loopback, is_numeric, look_up
 from kvferry.integrations.vllm.facts import (
@@ -121,12 +122,15 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What is known of one engine; ``directories`` has one for each of its data-parallel ranks."""
+    """What is known of one engine. ``reason`` says why it is not ready, ``trust`` and ``host`` how it was asked;
+    ``directories`` has one for each of its data-parallel ranks.
+    """
 
     server: Server
     facts: EngineFacts
     reason: str
     trust: Trust
+    host: str
     directories: tuple[Directory, ...]
 
     @property
@@ -200,13 +204,15 @@ def ask_engine(name: str, url: str, keys: Keys | None, seconds: float) -> Side:
     found = _ready_answer(server, keys, seconds)
     if (facts := found.engine) is None:
         raise _says_nothing(server, found, keys)
+    asked_at = server.place[0]
+    host = facts.host if is_loopback(asked_at) else facts.reachable_host
     # Without keys anybody may have sent the answer: it leads to this machine or to the host of the URL.
-    trust = Trust(keys) if facts.key and keys else Trust(None, [bare(server.place[0]), *_own(facts.host)])
+    trust = Trust(keys) if facts.key and keys else Trust(None, [bare(asked_at), *_own(host)])
     ask = partial(ask_directory, sender=SENDER, timeout_seconds=min(seconds, ASK_SECONDS), trust=trust)
     try:
-        directories = tuple(ask(facts.host, port, is_trusted=trust.keys is not None) for port in facts.ports)
+        directories = tuple(ask(host, port, is_trusted=trust.keys is not None) for port in facts.ports)
     except HandoffError as error:
-        where = ", ".join(f"{in_url(facts.host)}:{port}" for port in facts.ports)
+        where = ", ".join(f"{in_url(host)}:{port}" for port in facts.ports)
         raise HandoffError(
             error.reason,
             f"the {name} cannot be asked at {where}: {error.message}",
@@ -214,7 +220,7 @@ def ask_engine(name: str, url: str, keys: Keys | None, seconds: float) -> Side:
             if error.reason is Reason.PEER_UNREACHABLE
             else error.remedy,
         ) from error
-    return Side(server, facts, found.reason, trust, directories)
+    return Side(server, facts, found.reason, trust, host, directories)
 
 
 def _own(host: str) -> list[str]:
@@ -236,7 +242,7 @@ def _ready_answer(server: Server, keys: Keys | None, seconds: float) -> ReadyAns
                 "Run the same kvferry version here and there.",
             ) from error
     version = server.ask("/version", seconds, MAX_FACTS_BYTES)
-    with suppress(msgspec.MsgspecError, ValueError):
+    with suppress(msgspec.MsgspecError, ValueError, RecursionError):
         found = msgspec.json.decode(version.body, type=dict[str, str]).get("version")
         if version.status == 200 and found:
             raise HandoffError(
@@ -278,6 +284,8 @@ def judge(prefill: Side, decode: Side, seconds: float = 120.0) -> Verdict:
         errors, verdict.route = within(seconds, partial(_planned, prefill, decode))
     except KVFerryError as error:
         errors = [error]
+    except Exception as error:  # as a decode rank does
+        errors = [unexpected_error("plan", error)]
     known = {problem.error.message for problem in verdict.problems}
     for refusal in errors:
         if refusal.message not in known:

@@ -250,11 +250,11 @@ def release(prefill: Side, params: Mapping[str, Any]) -> None:
     except msgspec.ValidationError:
         return
     handle = Handle(named.remote_request_id, int(named.kvferry.generation, 16))
-    facts, trust = prefill.facts, prefill.trust
-    for directory, port in zip(prefill.directories, facts.ports, strict=True):
+    trust = prefill.trust
+    for directory, port in zip(prefill.directories, prefill.facts.ports, strict=True):
         if directory.epoch == named.kvferry.epoch:
             question = Release(directory.epoch, (handle,))
-            ask(facts.host, port, question, ASK_SECONDS, trust, is_trusted=trust.keys is not None)
+            ask(prefill.host, port, question, ASK_SECONDS, trust, is_trusted=trust.keys is not None)
 
 
 def _new_prompt() -> tuple[str, list[int]]:

@@ -59,7 +59,7 @@ _SIGNED = re.compile(r"([0-9]{1,12})\.([0-9a-f]{144})")
 class EngineFacts(msgspec.Struct, frozen=True):
     """What an engine says of itself.
 
-    Its schedulers answer whoever asked at ``host`` and ``ports``, one for each data-parallel rank, and other engines at
+    Its schedulers answer processes of its host at ``host`` and ``ports``, one for each data-parallel rank, others at
     ``reachable_host``. ``role`` is vLLM's ``kv_role``; ``oldest`` and ``newest`` are versions of the protocol. ``key``
     is the fingerprint of the engine's certificate, empty without keys, and ``trusted`` are those that it trusts;
     without keys it connects to ``allowed_hosts``, or anywhere. ``requires_digests``, ``caches_prefixes`` and
