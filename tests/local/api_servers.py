@@ -209,7 +209,4 @@ class RouterInProcess(ApiServer):
                 params = answer["kv_transfer_params"] if copies else {}
             return decode.replies["/v1/completions"](headers, {**body, "kv_transfer_params": params})
 
-        self.replies = {
-            "/v1/models": lambda *_: (200, {"data": [{"id": "model"}]}),
-            "/v1/completions": complete,
-        }
+        self.replies = {"/v1/completions": complete}

@@ -672,10 +672,10 @@ class TestRouters:
 
     def test_an_error_of_the_router_is_told(self, pair: Pair) -> None:
         router = pair.opened(ApiServer())
-        router.replies = {
-            "/v1/models": lambda *_: (200, {"data": [{"id": "model"}]}),
-            "/v1/completions": lambda *_: (400, {"error": {"message": "kv_transfer_params name no transfer"}}),
-        }
+        router.replies["/v1/completions"] = lambda *_: (
+            400,
+            {"error": {"message": "kv_transfer_params name no transfer"}},
+        )
         [problem] = pair.problems(pair.prefill(), pair.decode(), router)
         assert "kv_transfer_params name no transfer" in problem["message"]
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -156,11 +155,13 @@ class Prompts:
     def send(self, prefill: Side, decode: Side) -> Sent:
         """Send a prompt as a sequential router does. A hold that is not loaded is released, however this ends."""
         sent = Sent("")
-        counted = Counted(prefill), Counted(decode)
         params: Any = None
         try:
+            counted = Counted(prefill), Counted(decode)
+            models = self._model_of(prefill.server), self._model_of(decode.server)
             request_id, prompt = _new_prompt()
-            seconds, answer = self._post(prefill.server, request_id, prompt, {"do_remote_decode": True})
+            body = {"prompt": prompt, "kv_transfer_params": {"do_remote_decode": True}}
+            seconds, answer = self._post(prefill.server, request_id, {"model": models[0], **body})
             params = _answered(prefill.server, answer).get("kv_transfer_params")
             if not isinstance(params, dict) or "kvferry" not in params:
                 raise HandoffError(
@@ -170,7 +171,8 @@ class Prompts:
                 )
             counted[0].take()
             sent.rows += _prefill_rows(counted[0], 1e3 * seconds)
-            seconds, answer = self._post(decode.server, request_id, prompt, params)
+            body = {"prompt": prompt, "kv_transfer_params": params}
+            seconds, answer = self._post(decode.server, request_id, {"model": models[1], **body})
             counted[1].take(len(decode.ranks))
             _answered(decode.server, answer, request_id, counted[1].reasons())
             params = None
@@ -186,11 +188,12 @@ class Prompts:
 
     def send_through(self, router: Server, prefill: Side, decode: Side) -> Sent:
         """Send another prompt to a router, and find out what the two engines did with it."""
-        sent = Sent(f"{router.url}")
-        counted = Counted(prefill), Counted(decode)
+        sent = Sent(router.url)
         try:
+            counted = Counted(prefill), Counted(decode)
             request_id, prompt = _new_prompt()
-            seconds, answer = self._post(router, request_id, prompt, None)
+            model = self._model_of(decode.server)
+            seconds, answer = self._post(router, request_id, {"model": model, "prompt": prompt})
             counted[1].take(len(decode.ranks))
             _answered(router, answer, request_id, counted[1].reasons())
             counted[0].take()
@@ -204,16 +207,14 @@ class Prompts:
         self._note_load(sent, counted[1], None, request_id)
         return sent
 
-    def _post(
-        self, server: Server, request_id: str, prompt: list[int], params: Mapping[str, Any] | None
-    ) -> tuple[float, HttpAnswer]:
+    def _post(self, server: Server, request_id: str, body: Mapping[str, Any]) -> tuple[float, HttpAnswer]:
         """Return the seconds of one completion and its answer."""
-        asked = partial(server.ask, seconds=self._seconds, most_bytes=MAX_ANSWER_BYTES)
-        body: dict[str, Any] = {"model": self._model_of(server), "prompt": prompt, "max_tokens": 1, "temperature": 0}
-        body |= {} if params is None else {"kv_transfer_params": params}
+        sent = json.dumps({**body, "max_tokens": 1, "temperature": 0}).encode()
         headers = {**self._headers, "Content-Type": "application/json", "X-Request-Id": request_id}
         began_at = time.monotonic()
-        answer = asked("/v1/completions", method="POST", headers=headers, body=json.dumps(body).encode())
+        answer = server.ask(
+            "/v1/completions", self._seconds, MAX_ANSWER_BYTES, method="POST", headers=headers, body=sent
+        )
         return time.monotonic() - began_at, answer
 
     def _model_of(self, server: Server) -> str:
