@@ -556,9 +556,12 @@ class TestWhatCannotBeAsked:
 class TestOnePrompt:
     """What becomes of the prompt, and of its hold."""
 
-    def test_a_prompt_that_the_prefill_engine_does_not_hold(self, pair: Pair) -> None:
+    @pytest.mark.parametrize(
+        "answer", [{"choices": []}, {"kv_transfer_params": [1]}, {"kv_transfer_params": {}}], ids=str
+    )
+    def test_a_prompt_that_the_prefill_engine_does_not_hold(self, answer: Json, pair: Pair) -> None:
         prefill = pair.prefill()
-        prefill.replies["/v1/completions"] = lambda *_: (200, {"choices": []})
+        prefill.replies["/v1/completions"] = lambda *_: (200, answer)
         [problem] = pair.problems(prefill, pair.decode())
         assert "without naming a hold" in problem["message"]
 

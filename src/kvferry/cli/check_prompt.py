@@ -244,10 +244,10 @@ class Prompts:
             sent.unknown.append(f"{loads - num_ranks} loads of others ended meanwhile: sums have them too.")
 
 
-def release(prefill: Side, params: Mapping[str, Any]) -> None:
+def release(prefill: Side, params: object) -> None:
     """End the hold of a prompt that nobody loads. Raises :class:`HandoffError`."""
     try:
-        named = msgspec.convert(dict(params), _Params)
+        named = msgspec.convert(params, _Params)
     except msgspec.ValidationError:
         return
     handle = Handle(named.remote_request_id, int(named.kvferry.generation, 16))
