@@ -180,9 +180,13 @@ def in_words(route: Route) -> str:
     'A prompt of 10000 tokens: 1.0 MiB in 625 descriptors, or in 3 where its blocks are consecutive, over cma.'
     """
     return (
-        f"A prompt of {route.tokens} tokens: {format_bytes(route.num_bytes)} in {route.descriptors} descriptors, or in "
-        f"{route.joined} where its blocks are consecutive, over {route.transport}."
+        f"A prompt of {route.tokens} tokens: {format_bytes(route.num_bytes)} in {_descriptors(route.descriptors)}, or "
+        f"in {route.joined} where its blocks are consecutive, over {route.transport}."
     )
+
+
+def _descriptors(number: int) -> str:
+    return f"{number} descriptor{'s' * (number != 1)}"
 
 
 def _engines(sides: Sequence[Side]) -> Table:
@@ -212,8 +216,8 @@ def _times(sent: Sent) -> Table:
         table.add_row(row.where, f"{'  ' * row.depth}{row.what}", _milliseconds(row))
     if sent.num_bytes is not None and sent.compared_bytes is not None:
         table.caption = (
-            f"{sent.received_tokens} tokens received, {format_bytes(sent.num_bytes)} in {sent.descriptors} "
-            f"descriptors, {format_bytes(sent.compared_bytes)} compared"
+            f"{sent.received_tokens} tokens received, {format_bytes(sent.num_bytes)} in "
+            f"{_descriptors(sent.descriptors or 0)}, {format_bytes(sent.compared_bytes)} compared"
         )
     return table
 

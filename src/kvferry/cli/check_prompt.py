@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
@@ -203,6 +203,7 @@ class Prompts:
         except KVFerryError as error:
             sent.problems.append(error)
             return sent
+        sent.rows += _router_rest(1e3 * seconds, counted)
         sent.rows += _prefill_rows(counted[0], None)
         self._note_load(sent, counted[1], None, request_id)
         return sent
@@ -352,6 +353,16 @@ def _decode_rows(counted: Counted, milliseconds: float | None, num_ranks: int) -
         rows.append(TimeRow("decode", told, max(wait - transfer, 0.0), 3))
     rows.append(TimeRow("decode", "last token computed", compute, 1))
     return [*rows, *_rest("decode", milliseconds, queue, compute)]
+
+
+def _router_rest(milliseconds: float, counted: Sequence[Counted]) -> list[TimeRow]:
+    """Return what the engines have not spent, where they worked one after the other."""
+    spent = [each.milliseconds(name) for each in counted for name in (QUEUE, COMPUTE)]
+    known = [each for each in spent if each is not None]
+    left = milliseconds - sum(known)
+    if len(known) < len(spent) or left < 0:
+        return []
+    return [TimeRow("router", "all but the engines' queues and computing, in a sequential flow", left, 1)]
 
 
 def _rest(where: str, milliseconds: float | None, queue: float | None, compute: float | None) -> list[TimeRow]:
