@@ -54,7 +54,7 @@ class ApiServer:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else None
                 reply = owner.replies.get(self.path, lambda *_: (404, {"detail": "Not Found"}))
-                status, found = reply(self.headers, body)  # type: ignore[arg-type]
+                status, found = reply(self.headers, body)
                 data = found if isinstance(found, bytes) else json.dumps(found).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
@@ -205,7 +205,7 @@ class RouterInProcess(ApiServer):
         super().__init__()
 
         def complete(headers: Mapping[str, str], body: Any) -> Reply:
-            params = {}
+            params: dict[str, Any] = {}
             time.sleep(ROUTER_SECONDS)
             if disaggregates:
                 asked = {**body, "kv_transfer_params": {"do_remote_decode": True}}

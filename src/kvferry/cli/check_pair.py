@@ -290,11 +290,11 @@ def judge(prefill: Side, decode: Side, seconds: float = 120.0) -> Verdict:
     for refusal in errors:
         if refusal.message not in known:
             verdict.problems.append(Problem(refusal, options_named(refusal, prefill.facts, decode.facts)))
-    for error, is_certain in _closed_ports(prefill, decode):
+    for closed, is_certain in _closed_ports(prefill, decode):
         if is_certain:
-            verdict.problems.append(Problem(error))
+            verdict.problems.append(Problem(closed))
         else:
-            verdict.notes.append(f"{error.message} {error.remedy}")
+            verdict.notes.append(f"{closed.message} {closed.remedy}")
     return verdict
 
 
