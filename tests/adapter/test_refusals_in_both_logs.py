@@ -112,7 +112,7 @@ REFUSALS: dict[str, tuple[Change, tuple[str, ...], str, str]] = {
         (
             "the sources have cache groups ['0'], the destination has ['other']",
             "[group-mismatch]",
-            "Serve the same model",
+            "--disable-hybrid-kv-cache-manager on both or on neither",
         ),
         SCHEDULER,
         "decode rank",
