@@ -23,7 +23,6 @@ from .vllm_caches import full
 
 LAYERS = {"0": full(1), "1": full(1)}
 TOKENS = [(7 * index + 3) % 500 for index in range(64)]
-SAME_MODEL = "Start both engines with the same model, revision, quantisation, dtype and cache dtype."
 UPDATE = "Update kvferry on the {} engine"
 Patch = pytest.MonkeyPatch
 Change = Callable[[HandoffEngine, Patch], None]
@@ -74,19 +73,19 @@ def with_packed_pages(decode: HandoffEngine, patch: Patch) -> None:
 REFUSALS: dict[str, tuple[Change, tuple[str, ...], str, str]] = {
     "weights": (
         as_if(weights="others"),
-        ("weights: prefill has 'w', decode has 'others'", SAME_MODEL, "[model-mismatch]"),
+        ("weights: prefill has 'w', decode has 'others'", "the same --model, --revision.", "[model-mismatch]"),
         SCHEDULER,
         "decode rank",
     ),
     "head size": (
         as_if(head_size=128),
-        ("head_size: prefill has 8, decode has 128", SAME_MODEL, "[head-size-mismatch]"),
+        ("head_size: prefill has 8, decode has 128", "the same --model, --revision.", "[head-size-mismatch]"),
         SCHEDULER,
         "decode rank",
     ),
     "cache dtype": (
         as_if(kv_dtype="float16"),
-        ("kv_dtype: prefill has 'float32', decode has 'float16'", SAME_MODEL, "[dtype-mismatch]"),
+        ("kv_dtype: prefill has 'float32', decode has 'float16'", "the same --kv-cache-dtype.", "[dtype-mismatch]"),
         SCHEDULER,
         "decode rank",
     ),
@@ -113,7 +112,7 @@ REFUSALS: dict[str, tuple[Change, tuple[str, ...], str, str]] = {
         (
             "the sources have cache groups ['0'], the destination has ['other']",
             "[group-mismatch]",
-            "Serve the same model",
+            "--disable-hybrid-kv-cache-manager on both or on neither",
         ),
         SCHEDULER,
         "decode rank",

@@ -238,13 +238,13 @@ def test_peers_that_break_off_cause_no_line_of_log(capfd: pytest.CaptureFixture[
 
 def test_a_query_is_read_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's reader takes a hundred headers of 64 KB."""
-    read, readinto = [], bootstrap._UntilDeadline.readinto
+    read, readinto = [], bootstrap.UntilDeadline.readinto
 
     def noted(self: Any, buffer: Any) -> int:
         read.append(readinto(self, buffer))
         return read[-1]
 
-    monkeypatch.setattr(bootstrap._UntilDeadline, "readinto", noted)
+    monkeypatch.setattr(bootstrap.UntilDeadline, "readinto", noted)
     served = BootstrapServer(HOST, 0, offer())
     header = b"X: " + bytes([97]) * 60000 + b"\r\n"
     try:

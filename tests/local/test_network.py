@@ -54,7 +54,7 @@ def two_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_address_of_this_machine_has_an_interface() -> None:
     own = re.findall(r"\|-- (\S+)\s+/32 host LOCAL", Path("/proc/net/fib_trie").read_text())
     names = {name for _, name in socket.if_nameindex()}
-    assert {network._interface_of(address) for address in own} <= names
+    assert {network.interface_of(address) for address in own} <= names
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_an_ipv6_address_in_brackets_is_an_address_and_no_name(
 
 def test_the_scope_of_an_address_does_not_hide_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_addresses", lambda: [("eth0", ip_address("fe80::7"))])
-    assert network._interface_of("fe80::7%eth0") == "eth0"
-    assert network._interface_of("fe80::8%eth0") is None
+    assert network.interface_of("fe80::7%eth0") == "eth0"
+    assert network.interface_of("fe80::8%eth0") is None
 
 
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT

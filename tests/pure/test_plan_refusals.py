@@ -68,6 +68,9 @@ def ask(**changes: object) -> GroupBlocks:
 def test_peers_that_do_not_fit(reason: Reason, source: dict[str, object], destination: dict[str, object]) -> None:
     message = refused(reason, lambda: Planner([rank(**source)], rank(**destination)))
     assert message.count(".") >= 2, "a message and a remedy"
+    if reason in (Reason.LAYER_MISMATCH, Reason.GROUP_MISMATCH):
+        assert "--speculative-config" in message
+        assert "--disable-hybrid-kv-cache-manager" in message
 
 
 def test_missing_ranks() -> None:

@@ -23,6 +23,7 @@ class Commands(TyperGroup):
         "demo": "kvferry.cli.demo:demo",
         "plan": "kvferry.cli.plan:plan",
         "doctor": "kvferry.cli.doctor:doctor",
+        "check": "kvferry.cli.check:check",
         "bench": "kvferry.cli.bench:bench",
         "settings": "kvferry.cli.settings:settings",
         "drain": "kvferry.cli.drain:drain",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -627,8 +627,31 @@ def submitted(pair: PairPlan, descriptors: Descriptors) -> Descriptors:
         destination.close()
 
 
+class GroupSizes(NamedTuple):
+    """What decides the blocks of a request in one cache group; block sizes in tokens."""
+
+    name: str
+    kind: CacheKind
+    window: int
+    source_block_size: int
+    destination_block_size: int
+
+
 def make_requests(
     prefill: Engine, decode: Engine, tokens: int, blocks: Blocks, seed: int
+) -> tuple[list[GroupBlocks], tuple[int, int]]:
+    """Return as :func:`requests_for` for the groups of two engines."""
+    sizes = prefill.block_size, decode.block_size
+    return requests_for(
+        [GroupSizes(group.name, group.kind, group.cache.window, *sizes) for group in prefill.groups],
+        tokens,
+        blocks,
+        seed,
+    )
+
+
+def requests_for(
+    groups: Iterable[GroupSizes], tokens: int, blocks: Blocks, seed: int
 ) -> tuple[list[GroupBlocks], tuple[int, int]]:
     """Return one request for each group, and the number of blocks that each engine needs.
 
@@ -637,19 +660,20 @@ def make_requests(
     """
     used = [1, 1]
     requests = []
-    for group in prefill.groups:
-        sizes = (1, 1) if group.kind is CacheKind.STATE else (prefill.block_size, decode.block_size)
-        last = 1 if group.kind is CacheKind.STATE else tokens
+    for group in groups:
+        is_state = group.kind is CacheKind.STATE
+        sizes = (1, 1) if is_state else (group.source_block_size, group.destination_block_size)
+        last = 1 if is_state else tokens
         first = (
             first_token_to_move(
                 num_computed_tokens=last,
                 first_token=0,
-                window=group.cache.window,
+                window=group.window,
                 source_block_size=sizes[0],
                 destination_block_size=sizes[1],
                 whole_pages=False,
             )
-            if group.cache.window
+            if group.window
             else 0
         )
         nulls = [first // size for size in sizes]

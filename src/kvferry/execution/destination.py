@@ -152,7 +152,7 @@ class SourceEngine:
         blocks = of_rank(blocks, self._shard)
         refuse_incomplete(blocks, self._shard)
         ranks = []
-        for plan in self._route.proved_plans(selector_of(transfer_id)):
+        for plan in self.plans(transfer_id):
             index = plan.assignment.source_index
             entry = self._directory.ranks[index]
             part, cells = Part(plan, announced_blocks(plan, blocks)), self._cells_of(plan)
@@ -160,6 +160,10 @@ class SourceEngine:
                 SourceRank(index, entry.answers_at, part, self._shards, self._directory.version, entry.process, cells)
             )
         return ranks
+
+    def plans(self, transfer_id: str) -> tuple[PairPlan, ...]:
+        """Return the proved plans of the ranks that write a request. Raises as the constructor."""
+        return self._route.proved_plans(selector_of(transfer_id))
 
     def check_parameters(self, engine_id: str, block_sizes: Sequence[int]) -> None:
         """Refuse what the parameters of a request say, where the engine says otherwise: its id, and its block sizes by
@@ -350,6 +354,19 @@ class SourceEngines:
             self._engines.pop(key, None)
 
 
+def refuse_loopback(answers_at: EndPoint, where: EndPoint, *, is_on_one_host: bool) -> None:
+    """Refuse a prefill rank, at ``where``, that could not report to a decode rank. Raises :class:`HandoffError`
+    (peer-unreachable).
+    """
+    if is_loopback(answers_at.host) and not is_on_one_host:
+        raise HandoffError(
+            Reason.PEER_UNREACHABLE,
+            f"this rank answers at {answers_at.host}, where no other host reaches it, and the prefill rank at "
+            f"{where.host}:{where.port} is on another host.",
+            'Set "host" (and "advertised_host") of this engine to an address that the prefill engine reaches.',
+        )
+
+
 class Introductions:
     """The introductions of one rank, which takes reports at ``answers_at``; ``send`` sends one to a source rank."""
 
@@ -369,13 +386,8 @@ class Introductions:
         ``sources`` are the encoded shards of all ranks of its engine, which speaks ``version``. A ``process`` of
         another host could not report to a rank at loopback: :class:`HandoffError` (peer-unreachable).
         """
-        if is_loopback(self._answers_at.host) and process is not None and not is_on_this_host(process):
-            raise HandoffError(
-                Reason.PEER_UNREACHABLE,
-                f"this rank answers at {self._answers_at.host}, where no other host reaches it, and the prefill rank "
-                f"at {where.host}:{where.port} is on another host.",
-                'Set "host" (and "advertised_host") of this engine to an address that the prefill engine reaches.',
-            )
+        if process is not None:
+            refuse_loopback(self._answers_at, where, is_on_one_host=is_on_this_host(process))
         if where not in self._answers:
             introduction = self._introduction(where, sources, version)
             self._answers[where] = None

@@ -63,7 +63,7 @@ def check_computes(computed: Integrity, wanted: Integrity) -> None:
         raise PlanError(
             Reason.UNSUPPORTED,
             f'the decode engine has "integrity": "{wanted}", the prefill engine "{computed}".',
-            "Set at least the decode engine's value on the prefill engine.",
+            'Set "integrity" of the prefill engine to at least that of the decode engine.',
         )
 
 

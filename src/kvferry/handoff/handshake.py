@@ -28,6 +28,14 @@ from kvferry.layout.shard import Shard, decode_shard
 
 TELL_SECONDS = 2.0
 """How long a handshake that fails waits until the prefill engine knows why."""
+_OPTIONS = {
+    "model": ("--model", "--revision", "--hf-overrides"),
+    "weights": ("--model", "--revision"),
+    "kv_dtype": ("--kv-cache-dtype",),
+    "quantization": ("--quantization",),
+    "compute_dtype": ("--dtype",),
+}
+"""vLLM's options that decide a field of an identity; of the other fields it is the model."""
 _REASONS = {
     "kv_dtype": Reason.DTYPE_MISMATCH,
     "compute_dtype": Reason.DTYPE_MISMATCH,
@@ -78,11 +86,14 @@ def compare_identities(prefill: Identity, decode: Identity) -> None:
     >>> ours = Identity("m", "w", "Qwen3ForCausalLM", "float32", 8, 4, 64, "none", "float32")
     >>> compare_identities(ours, ours)
     """
+    options = [
+        option for field in _different(prefill, decode) for option in _OPTIONS.get(field, ("--model", "--revision"))
+    ]
     _compare(
         ("prefill", prefill),
         ("decode", decode),
         "the engines do not serve the same cache",
-        "Start both engines with the same model, revision, quantisation, dtype and cache dtype.",
+        f"Start both engines with the same {', '.join(dict.fromkeys(options))}.",
     )
 
 
@@ -98,13 +109,20 @@ def check_rank(scheduler: Identity, rank: Identity, index: int) -> None:
 
 def _compare(one: tuple[str, Identity], other: tuple[str, Identity], what: str, remedy: str) -> None:
     (name, ours), (other_name, theirs) = one, other
-    here, there = msgspec.structs.asdict(ours), msgspec.structs.asdict(theirs)
-    different = [field for field in here if here[field] != there[field]]
+    different = _different(ours, theirs)
     if not different:
         return
     reason = next((_REASONS[field] for field in different if field in _REASONS), Reason.MODEL_MISMATCH)
-    listing = [f"{field}: {name} has {here[field]!r}, {other_name} has {there[field]!r}" for field in different]
+    listing = [
+        f"{field}: {name} has {here!r}, {other_name} has {there!r}" for field, (here, there) in different.items()
+    ]
     raise HandoffError(reason, f"{what}: {'; '.join(listing)}.", remedy)
+
+
+def _different(one: Identity, other: Identity) -> dict[str, tuple[object, object]]:
+    """Return both values of each field that differs."""
+    here, there = msgspec.structs.asdict(one), msgspec.structs.asdict(other)
+    return {field: (here[field], there[field]) for field in here if here[field] != there[field]}
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -176,14 +194,7 @@ def fetch_directory(
     The request names ``epoch``. A prefill engine that this side refuses is told why. Raises :class:`HandoffError`
     (peer-unreachable, permission-denied, protocol-mismatch, peer-changed, or a mismatch of the identity).
     """
-    question = DirectoryRequest(OURS.oldest, OURS.newest, sender)
-    answer = client.ask(host, port, question, timeout_seconds, trust, is_trusted=is_trusted)
-    if not isinstance(answer, Directory):
-        raise HandoffError(
-            Reason.PROTOCOL_MISMATCH,
-            f"{host}:{port} answered a handshake with {type(answer).__name__}.",
-            "Run the same kvferry version on both sides.",
-        )
+    answer = ask_directory(host, port, sender, timeout_seconds, trust, is_trusted=is_trusted)
     try:
         agree(prefill=Versions(answer.version, answer.version))
         if answer.epoch != epoch:
@@ -192,18 +203,40 @@ def fetch_directory(
                 f"the request was prefilled in epoch {epoch} of {host}:{port}, which now is in epoch {answer.epoch}.",
                 "The prefill engine was restarted or its cache was reset: send the prompt again.",
             )
-        compare_identities(answer.identity, ours)
-        if answer.weights_version != weights_version:
-            raise HandoffError(
-                Reason.MODEL_MISMATCH,
-                f"the engines do not serve the same cache: weights_version: prefill has {answer.weights_version!r}, "
-                f"decode has {weights_version!r}.",
-                "Give both engines the same weights and set the same weight version, then reset both caches.",
-            )
+        compare_engines(answer, ours, weights_version)
     except HandoffError as error:
         tell_refusal(host, port, sender, answer.version, answer.epoch, error, trust, is_trusted=is_trusted)
         raise
     return answer
+
+
+def ask_directory(
+    host: str, port: int, sender: str, timeout_seconds: float, trust: Trust = THIS_MACHINE, *, is_trusted: bool = False
+) -> Directory:
+    """Ask an engine for its ranks, and compare nothing. Raises :class:`HandoffError`: peer-unreachable,
+    permission-denied, protocol-mismatch.
+    """
+    question = DirectoryRequest(OURS.oldest, OURS.newest, sender)
+    answer = client.ask(host, port, question, timeout_seconds, trust, is_trusted=is_trusted)
+    if not isinstance(answer, Directory):
+        raise HandoffError(
+            Reason.PROTOCOL_MISMATCH,
+            f"{host}:{port} answered a handshake with {type(answer).__name__}.",
+            "Run the same kvferry version on both sides.",
+        )
+    return answer
+
+
+def compare_engines(prefill: Directory, identity: Identity, weights_version: str) -> None:
+    """Refuse a prefill engine with another identity than this one, or other weights. Raises :class:`HandoffError`."""
+    compare_identities(prefill.identity, identity)
+    if prefill.weights_version != weights_version:
+        raise HandoffError(
+            Reason.MODEL_MISMATCH,
+            f"the engines do not serve the same cache: weights_version: prefill has {prefill.weights_version!r}, "
+            f"decode has {weights_version!r}.",
+            "Give both engines the same weights and set the same weight version, then reset both caches.",
+        )
 
 
 def tell_refusal(

@@ -32,6 +32,7 @@ from kvferry.handoff.handshake import NO_ADAPTER, Adapter, compare_adapters
 from kvferry.handoff.holds import is_of_hold
 from kvferry.handoff.messages import AnnouncedBlocks, Bounded, WriteKey
 from kvferry.layout.shard import CacheGroup, CacheKind
+from kvferry.plan.match import SAME_LAYERS
 from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Span, SpanPlans
 from kvferry.plan.request import GroupBlocks
 
@@ -528,7 +529,7 @@ class Part:
                 Reason.GROUP_MISMATCH,
                 f"blocks of cache groups {', '.join(by_group)[:MOST_NAMES]} were announced to a rank that sends "
                 f"{', '.join(plan.groups)}.",
-                "Serve the same model with the same cache settings.",
+                SAME_LAYERS,
             )
         self.announced = tuple(by_group[group] for group in plan.groups)
         for blocks in self.announced:

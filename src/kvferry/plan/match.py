@@ -256,6 +256,12 @@ def match_layers(source: Component, destination: Component) -> Offsets:
 
 # Caches between which no plan exists.
 
+SAME_CACHE = "Serve the same model with the same --quantization, --dtype and --kv-cache-dtype on both engines."
+SAME_LAYERS = (
+    "Give both engines the same model, the same --speculative-config or none (a draft model has layers of its own), "
+    "and --disable-hybrid-kv-cache-manager on both or on neither."
+)
+
 
 def _check_layers(sources: Sequence[Shard], destination: Shard) -> None:
     """Raise unless the sources hold the destination's groups and layers, each layer in one pipeline stage."""
@@ -303,7 +309,9 @@ def _check_shares(held: Sequence[CacheGroup], wanted: CacheGroup) -> None:
 def _check_group(source: CacheGroup, destination: CacheGroup, between: str) -> None:
     """Raise unless both groups have the same components, scales and kind."""
     if source.kind is not destination.kind:
-        _refuse(Reason.GROUP_MISMATCH, f"{between}: cache kinds {source.kind} and {destination.kind} differ.")
+        _refuse(
+            Reason.GROUP_MISMATCH, f"{between}: cache kinds {source.kind} and {destination.kind} differ.", SAME_LAYERS
+        )
     if source.window != destination.window:
         windows = f"{source.window} and {destination.window}"
         _refuse(Reason.MODEL_MISMATCH, f"{between}: windows of {windows} tokens differ.")
@@ -329,7 +337,7 @@ def _check_pages(source: CacheGroup, destination: CacheGroup, where: str) -> Non
         _refuse(
             Reason.BLOCK_SIZE_MISMATCH,
             f"{where}: packed pages of {source.block_size} and {destination.block_size} tokens differ.",
-            "Start both engines with one block size.",
+            "Start both engines with the same --block-size.",
         )
     if source.token_share.split != destination.token_share.split:
         _refuse(
@@ -367,25 +375,25 @@ def _check_component(source: Component, destination: Component, where: str) -> N
         _refuse(
             Reason.PACKING_MISMATCH,
             f"{where}: pages are packed as {source.packing or 'plain'!r} and {destination.packing or 'plain'!r}.",
-            "Run both engines on one kind of processor with one dtype and block size.",
+            "Run both engines on one kind of processor with the same --dtype and --block-size.",
         )
 
 
-def _refuse(
-    reason: Reason, message: str, remedy: str = "Serve the same model with the same cache settings on both engines."
-) -> NoReturn:
+def _refuse(reason: Reason, message: str, remedy: str = SAME_CACHE) -> NoReturn:
     raise PlanError(reason, message, remedy)
 
 
 def _refuse_groups(sources: Sequence[Shard], destination: Shard) -> NoReturn:
     sent = sorted({group.name for source in sources for group in source.groups})
     received = sorted(group.name for group in destination.groups)
-    _refuse(Reason.GROUP_MISMATCH, f"the sources have cache groups {sent}, the destination has {received}.")
+    _refuse(
+        Reason.GROUP_MISMATCH, f"the sources have cache groups {sent}, the destination has {received}.", SAME_LAYERS
+    )
 
 
 def _refuse_layers(group: CacheGroup, held: frozenset[str], what: str) -> NoReturn:
     counts = f"the sources have {len(held)}, the destination has {len(group.layers)}"
-    _refuse(Reason.LAYER_MISMATCH, f"group {group.name!r}: {what} ({counts}).")
+    _refuse(Reason.LAYER_MISMATCH, f"group {group.name!r}: {what} ({counts}).", SAME_LAYERS)
 
 
 def _some(names: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.shard import CacheGroup, CacheKind, Shard
+from kvferry.plan.match import SAME_LAYERS
 
 SAMPLE_BLOCKS = 3
 
@@ -172,7 +173,7 @@ def _held_by_all(sources: Sequence[Shard], wanted: CacheGroup) -> list[CacheGrou
         raise PlanError(
             Reason.GROUP_MISMATCH,
             f"the prefill engine has no cache group {wanted.name!r}.",
-            "Serve the same model with the same cache settings on both engines.",
+            SAME_LAYERS,
         )
     return [wanted, *held]
 

@@ -179,7 +179,7 @@ class CmaTransport(RegisteredMemoryTransport):
         self._check_open()
         remote = decode_end_point(end_point, ProcessEndPoint, "cma")
         identity = remote.identity
-        _check_same_host(own_identity(), identity)
+        check_same_host(own_identity(), identity)
         peer = CmaPeer(f"cma:{identity.pid}", unpack_regions(remote.regions), identity, _open_stat(identity))
         try:
             peer.process = _hold(identity)
@@ -335,7 +335,8 @@ def _explain(number: int, peer: CmaPeer, position: int) -> TransportError:
     )
 
 
-def _check_same_host(own: ProcessIdentity, other: ProcessIdentity) -> None:
+def check_same_host(own: ProcessIdentity, other: ProcessIdentity) -> None:
+    """Refuse a process that ``own`` does not reach. Raises :class:`TransportError` (transport-unavailable)."""
     if own.boot_id != other.boot_id:
         found, remedy = "the peer is on another host", "Use the nixl transport between hosts."
     elif own.pid_namespace != other.pid_namespace:

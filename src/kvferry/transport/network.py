@@ -69,7 +69,7 @@ def ucx_devices(listens_at: str, reaches: Sequence[str] = ()) -> str:
     except OSError as error:
         logger.warning("kvferry: %r cannot be looked up, so NIXL listens on every interface: %s", listens_at, error)
         return ""
-    found = {device for address in addresses if (device := _interface_of(address)) is not None}
+    found = {device for address in addresses if (device := interface_of(address)) is not None}
     if all(ip_address(address).is_loopback for address in addresses):
         found = {LOOPBACK_DEVICE}
     if not found:
@@ -114,7 +114,7 @@ def _interfaces_to_address(address: str) -> set[str]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
         asking.connect((address, 9))  # sends nothing
-        name = _interface_of(str(asking.getsockname()[0]))
+        name = interface_of(str(asking.getsockname()[0]))
         return set() if name is None else {name}
     return set()
 
@@ -135,7 +135,7 @@ def _routes() -> Iterator[tuple[str, IPv4Network | IPv6Network]]:
                 yield name, reached
 
 
-def _interface_of(address: str) -> str | None:
+def interface_of(address: str) -> str | None:
     """Return the interface that has this address, IPv4 or IPv6."""
     wanted = _plain(address)
     return next((name for name, found in _addresses() if found == wanted), None)

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ class Connecting:
 
     def __init__(self, transports: Mapping[str, Transport], end_points: Mapping[str, bytes]) -> None:
         self._transports, self._end_points = transports, end_points
-        self._untried = deque(name for name in transports if name in end_points)
+        self._untried = deque(in_common(transports, end_points))
         self._transfer: Transfer | None = None
         self._reached: Link | None = None
         self._refusals: list[TransportError] = []
@@ -118,16 +118,26 @@ class Connecting:
     def _unreachable(self) -> TransportError:
         refusals = self._refusals
         if not refusals:
-            return TransportError(
-                Reason.TRANSPORT_UNAVAILABLE,
-                f"no transport in common: this engine has {', '.join(self._transports)}, "
-                f"the peer has {', '.join(sorted(self._end_points)[:8]) or 'none'}.",
-                "Set the same transport, or auto, in both engines.",
-            )
+            return nothing_in_common("this engine", self._transports, "the peer", self._end_points)
         if len(refusals) == 1:
             return refusals[0].without_traceback()
         message = " ".join(error.message for error in refusals)
         return TransportError(refusals[-1].reason, message, " ".join(error.remedy for error in refusals))
+
+
+def in_common(ours: Iterable[str], theirs: Container[str]) -> list[str]:
+    """Return the transports that both engines have, in the order in which the writing one, ours, tries them."""
+    return [name for name in ours if name in theirs]
+
+
+def nothing_in_common(writes: str, ours: Iterable[str], other: str, theirs: Iterable[str]) -> TransportError:
+    """Return the error of two engines without a common transport."""
+    return TransportError(
+        Reason.TRANSPORT_UNAVAILABLE,
+        f"no transport in common: {writes} has {', '.join(ours)}, {other} has "
+        f"{', '.join(sorted(theirs)[:8]) or 'none'}.",
+        "Set the same transport, or auto, in both engines.",
+    )
 
 
 class TransportSet:

@@ -7,7 +7,6 @@ the transfer id and the prompt's digest show whether that engine has the prompt.
 """
 
 import errno
-import io
 import json
 import logging
 import re
@@ -15,10 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable
 from http import HTTPStatus
-from http.client import HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Annotated, Any
 
@@ -28,6 +25,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.handshake import Versions, agree
 from kvferry.handoff.messages import Bounded, EndPoint, Identifier, Unsigned
 from kvferry.handoff.wire.background import BackgroundCalls
+from kvferry.handoff.wire.http import FAILURES, HttpRequest, UntilDeadline, exchange
 from kvferry.handoff.wire.trust import SIGNATURE_PATTERN, THIS_MACHINE, Keys, Trust, bare, is_ipv6, parse_place
 from kvferry.peer_log import PeerLog
 
@@ -126,7 +124,7 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         until = time.monotonic() + QUERY_SECONDS
-        self.rfile = _UntilDeadline(self.connection, until, MAX_QUERY_BYTES).makefile()
+        self.rfile = UntilDeadline(self.connection, until, MAX_QUERY_BYTES).makefile()
 
     def do_GET(self) -> None:
         found = self.path == "/query"
@@ -213,28 +211,21 @@ def query(address: str, trust: Trust = THIS_MACHINE) -> list[Entry]:
     # A router has named the host, or a client.
     addresses = trust.addresses(host, port, False)
     try:
-        deadline = time.monotonic() + QUERY_SECONDS
-        # No proxy of the environment is used and no redirect followed: engines know each other.
-        with closing(_connected(addresses, port, deadline)) as connected:
-            connected.sendall(f"GET /query HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
-            # The response only calls ``makefile``.
-            response = HTTPResponse(_UntilDeadline(connected, deadline, 2 * MAX_ANSWER_BYTES), method="GET")  # type: ignore[arg-type]
-            response.begin()
-            status, body = response.status, response.read(MAX_ANSWER_BYTES)
-    except (OSError, ValueError, HTTPException) as error:
+        found = exchange(HttpRequest(host, port, "/query"), addresses, QUERY_SECONDS, MAX_ANSWER_BYTES)
+    except FAILURES as error:
         raise HandoffError(
             Reason.PEER_UNREACHABLE,
             f"the bootstrap address {address} does not answer: {error}.",
             "Check that the prefill engine runs, and that the router has its bootstrap_port.",
         ) from error
-    if status != HTTPStatus.OK:
+    if found.status != HTTPStatus.OK:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
-            f"{address} answers the bootstrap query with HTTP status {status}.",
+            f"{address} answers the bootstrap query with HTTP status {found.status}.",
             "Give the router each prefill engine's bootstrap_port.",
         )
     try:
-        return _read_answer(body)
+        return _read_answer(found.body)
     except UNREADABLE as error:
         raise HandoffError(
             Reason.MALFORMED_MESSAGE,
@@ -248,48 +239,6 @@ def _read_answer(body: bytes) -> list[Entry]:
     if len(body) > MAX_ANSWER_BYTES:
         raise ValueError(f"it has {len(body)} bytes, an answer has at most {MAX_ANSWER_BYTES}")
     return list(msgspec.json.decode(body, type=dict[str, Entry]).values())
-
-
-class _UntilDeadline(io.RawIOBase):
-    """Reads at most ``most_bytes`` from a socket until a deadline.
-
-    The timeout of a socket begins anew with every byte that comes. After the last byte that may be read comes the end.
-    """
-
-    def __init__(self, connected: socket.socket, deadline: float, most_bytes: int) -> None:
-        self._socket, self._deadline = connected, deadline
-        self._num_left = most_bytes
-
-    def makefile(self, mode: str = "rb") -> io.BufferedReader:
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._socket.settimeout(_remaining(self._deadline))
-        num_read = self._socket.recv_into(buffer, min(len(buffer), self._num_left)) if self._num_left else 0
-        self._num_left -= num_read
-        return num_read
-
-
-def _connected(addresses: Sequence[str], port: int, deadline: float) -> socket.socket:
-    """Return a connection to the first address that accepts one. Raises ``OSError``."""
-    refused = OSError("the name has no address")
-    for turn, address in enumerate(addresses):
-        try:
-            return socket.create_connection((address, port), _remaining(deadline) / (len(addresses) - turn))
-        except OSError as error:
-            refused = error
-    raise refused
-
-
-def _remaining(deadline: float) -> float:
-    """Return the seconds until the deadline. Raises ``TimeoutError`` once it has passed."""
-    seconds = deadline - time.monotonic()
-    if seconds <= 0:
-        raise TimeoutError(f"no whole answer within {QUERY_SECONDS:g} s")
-    return seconds
 
 
 class BootstrapQueries:

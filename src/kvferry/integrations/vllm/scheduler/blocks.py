@@ -25,6 +25,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.source import BlockList
 from kvferry.layout.shard import CacheKind
 from kvferry.peer_log import PeerLog
+from kvferry.plan.match import SAME_LAYERS
 from kvferry.plan.request import GroupBlocks, first_token_to_move
 
 if TYPE_CHECKING:
@@ -249,7 +250,7 @@ def _check_number_of_groups(groups: Sequence[GroupShape], *lists: Sequence[objec
             raise HandoffError(
                 Reason.GROUP_MISMATCH,
                 f"the prefill engine names blocks of {len(each)} cache groups, this engine has {len(groups)}.",
-                "Serve the same model with the same cache settings.",
+                SAME_LAYERS,
             )
 
 
