@@ -24,6 +24,7 @@ class Commands(TyperGroup):
         "plan": "kvferry.cli.plan:plan",
         "doctor": "kvferry.cli.doctor:doctor",
         "settings": "kvferry.cli.settings:settings",
+        "timeline": "kvferry.cli.timeline:timeline",
         "drain": "kvferry.cli.drain:drain",
         "ready": "kvferry.cli.drain:ready",
         "tiers": "kvferry.cli.tiers:tiers",
