@@ -127,9 +127,8 @@ def notes(found: Found, logs: list[Log]) -> list[str]:
         so = "aligned by the time of day, since messages bound one side at most: it may be off by any time"
         if uncertain is not None:
             so = f"aligned by messages, off by at most {1e3 * uncertain:.3f} ms"
-        told.append(
-            f"The clock of {', '.join(clock['logs'])} is {so}; times are those of {', '.join(clocks[0]['logs'])}."
-        )
+        of, reference = ", ".join(clock["logs"]), ", ".join(clocks[0]["logs"])
+        told.append(f"The clock of {of} is {so}; times are those of {reference}.")
     for number, what in ((found.unpaired_loads, "loads"), (found.unpaired_writes, "writes")):
         if number:
             told.append(f"{number} parts of {what} lack the record of the other engine's rank.")

@@ -88,9 +88,8 @@ class Page:
         policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
         file.write('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">')
         file.write(f'<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">')
-        file.write(
-            f"<title>kvferry timeline</title><style>{STYLE}{_colors()}</style></head>\n<body><h1>Timeline</h1>\n"
-        )
+        file.write(f"<title>kvferry timeline</title><style>{STYLE}{_colors()}</style></head>\n")
+        file.write("<body><h1>Timeline</h1>\n")
         if self._num_left_out:
             notes = [*notes, f"{self._num_left_out} more steps, writes and loads are not drawn; --trace has all."]
         file.writelines(f"<p>{_text(note)}</p>\n" for note in notes)
