@@ -384,3 +384,19 @@ def test_the_command_refuses_with_a_reason(
         assert code == 2, arguments
         assert wanted in error
     assert before == (log.path.read_bytes(), other.path.read_bytes())
+
+
+def test_a_run_that_is_interrupted_leaves_the_former_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    logs = write_logs(tmp_path, load_lines(1, 1.0, Host("d", 5.0), [Host("p", 9.0)], lambda: 0.001))
+    page = tmp_path / "page.html"
+    page.write_text("before")
+    monkeypatch.setattr(Page, "write", interrupt)
+    code, output, _ = told(monkeypatch, capsys, *(log.path for log in logs), "--html", page)
+    assert (code, output) == (130, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"d", "p", "page.html"}
+    assert page.read_text() == "before"

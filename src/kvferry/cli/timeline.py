@@ -15,15 +15,16 @@ from kvferry.cli.console import AsJson, open_console, progress, refused
 from kvferry.cli.timeline_jobs import Found, Shown, Wanted, find, jobs
 from kvferry.cli.timeline_page import Page
 from kvferry.cli.timeline_trace import Trace
-from kvferry.cli.transfer_records import Log, open_logs
+from kvferry.cli.transfer_records import NAME_LOGS, Log, open_logs
 from kvferry.errors import KVFerryError, Reason
 
 PHASES = ("find", "announce", "post", "move", "confirm", "next_step")
-NAME_LOGS = "The logs of both engines: the files that the setting transfer_log has made, FILE.rank0 and so on."
 
 
 def timeline(
-    logs: Annotated[list[Path], typer.Argument(help=NAME_LOGS, metavar="LOG...", show_default=False)],
+    logs: Annotated[
+        list[Path], typer.Argument(help=f"The logs of both engines. {NAME_LOGS}", metavar="LOG...", show_default=False)
+    ],
     request: Annotated[str, typer.Option(help="Only requests whose id contains this, such as an X-Request-Id.")] = "",
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write all events here; ui.perfetto.dev opens the file.")

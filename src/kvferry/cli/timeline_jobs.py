@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kvferry.cli.clocks import Alignment, Messages, Offset
-from kvferry.cli.transfer_records import Lines, Load, Log, Record, Step, Write, clock_of, merge
+from kvferry.cli.transfer_records import NAME_LOGS, Lines, Load, Log, Record, Step, Write, clock_of, merge
 from kvferry.errors import KVFerryError, Reason, did_you_mean
 from kvferry.units import format_bytes
 
@@ -228,7 +228,7 @@ def _check(lines: dict[str, Lines], wanted: Wanted, num_loads: int, names: Seque
         raise KVFerryError(
             Reason.INVALID_REQUEST,
             f"the logs have {broken} lines, and none is a record of this version of kvferry.",
-            "Name the files that the setting transfer_log has made, one for each rank: FILE.rank0, ...",
+            NAME_LOGS,
         )
     if wanted.request and not num_loads:
         raise KVFerryError(

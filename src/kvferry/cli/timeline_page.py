@@ -26,7 +26,7 @@ COLORS = {
     Kind.REPORT: ("#8a63c9", "#a17fdc"),
     Kind.LOAD: ("#e3e7ec", "#2b3138"),
     Kind.FIND: ("#d98a5b", "#c9784a"),
-    Kind.SOURCE: ("#f0c36a", "#b58a2e"),
+    Kind.SOURCE: ("#5fb3b3", "#3f9494"),
     Kind.CONFIRM: ("#8a63c9", "#a17fdc"),
     Kind.NEXT_STEP: ("#58a55c", "#5fb364"),
 }

@@ -6,6 +6,7 @@ What is no record, or contradicts itself, is counted and left out.
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
@@ -18,6 +19,8 @@ from kvferry.errors import KVFerryError, Reason
 
 MAX_LINE_BYTES = 64 << 20
 """Of one line; a longer one is no record."""
+
+NAME_LOGS = "Name the files that the setting transfer_log has made, one for each rank: FILE.rank0, ..."
 
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds of a monotonic or wall clock."""
@@ -196,9 +199,12 @@ class Log:
     num_bytes: int
 
     def read(self, lines: Lines) -> Iterator[tuple[float, "Log", Record]]:
-        """Yield each record with the time of day by which logs are merged, and count the lines."""
+        """Yield each record with the time of day by which logs are merged, and count the lines.
+
+        Raises :class:`KVFerryError` (invalid-request) where the file cannot be read any more.
+        """
         wall = 0.0
-        with self.path.open("rb") as file:
+        with _readable(self.path) as file:
             for line in _lines(file, self.num_bytes):
                 try:
                     record = decode(line)
@@ -210,6 +216,17 @@ class Log:
                 clock = clock_of(record)
                 wall = wall if clock is None else clock.wall
                 yield wall, self, record
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[BinaryIO]:
+    """Open a log. Raises :class:`KVFerryError` (invalid-request) where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        what = f"the log {str(path)!r} cannot be read: {error.strerror}."
+        raise KVFerryError(Reason.INVALID_REQUEST, what, NAME_LOGS) from error
 
 
 def _lines(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
@@ -233,13 +250,8 @@ def open_logs(paths: Sequence[Path]) -> list[Log]:
     names = [path.name for path in distinct]
     logs = []
     for path in distinct:
-        try:
-            with path.open("rb"):
-                num_bytes = path.stat().st_size
-        except OSError as error:
-            what = f"the log {str(path)!r} cannot be read: {error.strerror}."
-            remedy = "Name the files that the setting transfer_log has made, one for each rank: FILE.rank0, ..."
-            raise KVFerryError(Reason.INVALID_REQUEST, what, remedy) from error
+        with _readable(path):
+            num_bytes = path.stat().st_size
         logs.append(Log(path, path.name if names.count(path.name) == 1 else str(path), num_bytes))
     return logs
 
