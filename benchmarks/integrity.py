@@ -174,7 +174,7 @@ class Engines:
             key,
             part,
             self.link.poll,
-            lambda result, _: results.append(result),
+            lambda result, *_: results.append(result),
             digests=digests,
         )
         prompt = Prompt(self._case.tokens, "digest", {"full": BlockList(0, blocks.source_ids.tolist())}, END)
