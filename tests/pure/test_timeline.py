@@ -315,13 +315,13 @@ def test_clocks_that_drift_apart_do_not_contradict_each_other(tmp_path: Path) ->
     assert max(offset.uncertainty for offset in found.worst.values()) < 0.002
 
 
-def test_hosts_without_a_message_between_them_are_aligned_over_a_third(tmp_path: Path) -> None:
-    targets, source = [Host("d", 5.0, wall_error=9.0), Host("e", 60.0, wall_error=-9.0)], Host("p", 900.0)
-    lines = [line for each in (0, 1) for line in load_lines(each, each, targets[each], [source], lambda: 0.001)]
-    alignment = find(write_logs(tmp_path, lines), ALL).alignment
-    assert alignment.reference == "p"
-    for target in targets:
-        assert alignment.offset(target.name, target.at(1)).chosen == pytest.approx(900 - target.offset, abs=0.002)
+def test_hosts_without_a_message_between_them_are_aligned_over_others(tmp_path: Path) -> None:
+    d, e, p, q = (Host(name, 100.0 + 50 * at, wall_error=9.0 * at) for at, name in enumerate("depq"))
+    lines = [load_lines(at, at, *pair, lambda: 0.001) for at, pair in enumerate([(d, [p]), (e, [p]), (e, [q])])]
+    alignment = find(write_logs(tmp_path, [line for of_load in lines for line in of_load]), ALL).alignment
+    assert alignment.reference == "e"
+    for host in (d, p, q):
+        assert alignment.offset(host.name, host.at(1)).chosen == pytest.approx(e.offset - host.offset, abs=0.003)
 
 
 @pytest.mark.parametrize(
