@@ -29,9 +29,9 @@ def test_the_page_names_every_metric(page: str, kind: type[Observations]) -> Non
 
 def test_the_page_names_every_field_of_a_load_in_the_transfer_log(tmp_path: Path) -> None:
     log = TransferLog(str(tmp_path / "log"), 0, NamedLayout.BHLNC)
-    log.write(PromptLoad("a", 1.0), JobResult("a", None, events={"phases": {"find": 0.1}, "committed_at": 1.0}))
+    log.write(PromptLoad("a", 1.0), JobResult("a", None, events={"phases": {}, "committed_at": 0.0}))
     log.close()
     written = set(json.loads((tmp_path / "log.rank0").read_text())) - {"events"}
     page = (DOCS / "metrics.md").read_text().partition("## One line for each load")[2]
     rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| `"))
-    assert set(re.findall(r"`(\w+)`", rows)) == written
+    assert set(re.findall(r"`(\w+)`", rows)) == written - {"events"}

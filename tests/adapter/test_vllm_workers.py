@@ -20,6 +20,8 @@ from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
+from kvferry.cli.timeline_jobs import Wanted, find
+from kvferry.cli.transfer_records import open_logs
 from kvferry.errors import HandoffError, Reason
 from kvferry.execution import destination, executor, peers
 from kvferry.handoff.handshake import NO_ADAPTER, Adapter
@@ -334,6 +336,9 @@ def test_llm_d_2368_both_engines_log_a_line_per_request_and_rank_and_the_sender_
         assert (span["tokens"], span["layers"]) == ([0, 3 * BLOCK_SIZE], [])
         assert (step["rank"], step["prompts"], step["ran_at"]) == (tp_rank, {"x": 3 * BLOCK_SIZE}, {})
         assert step["step_began_at"] <= step["step_ended_at"] <= batch["posted_at"] <= batch["landed_at"]
+    found = find(open_logs([workers.folder / name for name in ("d.rank0", "p.rank0", "p.rank1")]), Wanted("r", 1))
+    assert [(each.records, each.broken) for each in found.lines.values()] == [(1, 0), (2, 0), (2, 0)]
+    assert (found.num_pairs, len(found.alignment.clocks)) == (2, 1)
 
 
 def lines(path: Path) -> list[Any]:

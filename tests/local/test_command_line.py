@@ -90,7 +90,7 @@ def test_a_package_that_is_missing_leaves_the_other_commands(tmp_path: Path) -> 
         assert "[missing-dependency]" in output
 
 
-@pytest.mark.parametrize("name", ["demo", "plan", "doctor", "settings", "drain", "ready"])
+@pytest.mark.parametrize("name", ["demo", "plan", "doctor", "settings", "timeline", "drain", "ready"])
 def test_help_has_examples_that_parse_and_json_is_offered(name: str) -> None:
     group = typer.main.get_command(app)
     command = group.get_command(typer.Context(group), name)  # type: ignore[attr-defined]

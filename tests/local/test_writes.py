@@ -792,6 +792,7 @@ def test_events_show_each_span_pushed_while_the_next_is_computed(engines: Pairs)
         computed["ran_at"]["1"],
         second["posted_at"],
         second["landed_at"],
+        sent["reported_at"],
         received["done_at"]["0"],
         received["committed_at"],
     ]

@@ -15,7 +15,7 @@ GROUP, SPAN = Span("0"), Span("0", 2)
 
 
 def test_a_batch_that_failed_has_not_landed() -> None:
-    events = WriteEvents(REQUEST, {SPAN: ("b", "c")})
+    events = WriteEvents(REQUEST, 2, {SPAN: ("b", "c")})
     events.posted((Cut(GROUP, 0, 16),), 3, 100, 1.0)
     events.landed(1.5)
     events.posted((Cut(SPAN, 16, 32),), 2, 50, 2.0)
@@ -25,6 +25,9 @@ def test_a_batch_that_failed_has_not_landed() -> None:
         {"group": "0", "layers": [], "tokens": [0, 16]},
         {"group": "0", "layers": ["b", "c"], "tokens": [16, 32]},
     )
+    assert (found["source_index"], found["reported_at"]) == (2, None)
+    events.reported(3.0)
+    assert events.as_dict()["reported_at"] == 3.0
     assert found["batches"] == [
         {"posted_at": 1.0, "landed_at": 1.5, "bytes": 100, "descriptors": 3, "spans": [whole]},
         {"posted_at": 2.0, "landed_at": None, "bytes": 50, "descriptors": 2, "spans": [part]},
@@ -33,7 +36,7 @@ def test_a_batch_that_failed_has_not_landed() -> None:
 
 def test_the_lists_of_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "MAX_BATCHES", 3)
-    events = WriteEvents(REQUEST, {})
+    events = WriteEvents(REQUEST, 2, {})
     for number in range(9):
         events.posted((Cut(GROUP, 0, 16),), 1, 100, 2.0 + number)
         events.landed(2.5 + number)

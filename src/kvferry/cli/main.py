@@ -26,6 +26,7 @@ class Commands(TyperGroup):
         "check": "kvferry.cli.check:check",
         "bench": "kvferry.cli.bench:bench",
         "settings": "kvferry.cli.settings:settings",
+        "timeline": "kvferry.cli.timeline:timeline",
         "drain": "kvferry.cli.drain:drain",
         "ready": "kvferry.cli.drain:ready",
         "tiers": "kvferry.cli.tiers:tiers",

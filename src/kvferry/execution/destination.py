@@ -590,6 +590,8 @@ class AwaitedLoad:
         """
         return {
             "clock": clock(),
+            "write": self._key.name,
+            "transfer_id": self._request.transfer_id,
             "ordered_at": self._created_at,
             "announced_at": {str(index): announced_at for index, announced_at in self._announced_at.items()},
             "done_at": {str(index): done_at for index, done_at in self._done_at.items()},

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
@@ -101,13 +103,25 @@ class Job(Protocol):
         """Return how the job ended."""
 
 
-def clock() -> dict[str, float]:
+def clock() -> dict[str, float | str]:
     """Return the time of day and the monotonic time of one moment, so that logs of two hosts can be compared.
 
+    Processes whose ``boot`` is equal share the monotonic clock.
+
     >>> sorted(clock())
-    ['monotonic', 'wall']
+    ['boot', 'monotonic', 'wall']
     """
-    return {"wall": time.time(), "monotonic": time.monotonic()}
+    return {"wall": time.time(), "monotonic": time.monotonic(), "boot": _boot()}
+
+
+@cache
+def _boot() -> str:
+    """Return the id of this boot of the host, with the time namespace, which may shift the monotonic clock."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    try:
+        return f"{boot_id}/{os.stat('/proc/self/ns/time').st_ino}"
+    except FileNotFoundError:  # a kernel without time namespaces
+        return boot_id
 
 
 class Executor:

@@ -235,12 +235,14 @@ class Destinations:
 class WriteEvents:
     """The events of one write, for the transfer log: plain data, times on the monotonic clock.
 
-    ``layers_of`` names the layers of each span that is not all layers of its group.
+    ``source_index`` is that of the rank at the destination; ``layers_of`` names the layers of each span that is not
+    all layers of its group.
     """
 
-    def __init__(self, request: WriteRequest, layers_of: Mapping[Span, Sequence[str]]) -> None:
-        self._request, self._layers_of = request, layers_of
+    def __init__(self, request: WriteRequest, source_index: int, layers_of: Mapping[Span, Sequence[str]]) -> None:
+        self._request, self._source_index, self._layers_of = request, source_index, layers_of
         self._announced_at = time.monotonic()
+        self._reported_at: float | None = None
         self._batches: list[dict[str, Any]] = []
         self._num_left_out = 0
         self._latest: dict[str, Any] = {}
@@ -265,16 +267,22 @@ class WriteEvents:
         """The batch has landed. A batch that failed or was stopped never lands."""
         self._latest["landed_at"] = now
 
+    def reported(self, now: float) -> None:
+        """The source is about to tell the destination how the write ended."""
+        self._reported_at = now
+
     def as_dict(self) -> dict[str, Any]:
         """Return the events, ready for JSON; empty ``layers`` mean all layers of the group."""
         return {
             "transfer_id": self._request.transfer_id,
             "receiver": self._request.key.receiver,
+            "source_index": self._source_index,
             "num_tokens": self._request.num_tokens,
             "clock": clock(),
             "announced_at": self._announced_at,
             "batches": self._batches,
             "batches_left_out": self._num_left_out,
+            "reported_at": self._reported_at,
         }
 
 
@@ -303,7 +311,7 @@ class Write:
         check_alive: Callable[[], None] = lambda: None,
         digests: WrittenDigests | None = None,
     ) -> None:
-        self.job_id = f"write {key.number} to {key.receiver} {key.receiver_epoch}"
+        self.job_id = key.name
         self.phase = Phase.PREPARING
         self.error: KVFerryError | None = None
         self.given_up_at: float | None = None
@@ -437,6 +445,8 @@ class Write:
         self.error = outcome.error
         self.phase = Phase.DONE
         now = time.monotonic()
+        if self._events is not None:
+            self._events.reported(now)
         self._report(self.result(now), self._seconds(now), outcome.may_land)
         return True
 
@@ -595,7 +605,7 @@ class Writer:
         self, prompts: Sequence[tuple[str, Prompt]], preemptions: Preemptions, step: dict[str, Any] | None
     ) -> None:
         if step is not None:
-            self._steps.append({**step, "step_ended_at": time.monotonic()})
+            self._steps.append({**step, "step_ended_at": time.monotonic(), "clock": clock()})
         with self._lock:
             for transfer_id, prompt in self._not_preempted_since(prompts, preemptions).items():
                 self._writes.compute(transfer_id, prompt)
@@ -737,7 +747,8 @@ class Writer:
             self._make_room(key)
             if key not in self._open:
                 raise _no_room()
-        events = WriteEvents(request, self.spans.layers_of) if self._keeps_events else None
+        index = destination.source_index
+        events = WriteEvents(request, index, self.spans.layers_of) if self._keeps_events else None
         # This connection and no later one, which may be over another transport.
         link = self.destinations.link(destination)
         write = Write(

@@ -205,6 +205,15 @@ class WriteKey(msgspec.Struct, frozen=True, order=True):
     receiver_epoch: Unsigned
     number: Unsigned
 
+    @property
+    def name(self) -> str:
+        """The same in the logs of both ranks.
+
+        >>> WriteKey("d/0", 7, 5).name
+        'write 5 to d/0 7'
+        """
+        return f"write {self.number} to {self.receiver} {self.receiver_epoch}"
+
 
 class AnnouncedBlocks(msgspec.Struct, frozen=True):
     """Tokens of one cache group that a destination rank wants, and its blocks for these tokens.

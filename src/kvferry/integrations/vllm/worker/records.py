@@ -1,11 +1,12 @@
 """A worker's records of its jobs: metrics for vLLM's log line and Prometheus, and a log with a line for each job."""
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO
+from io import RawIOBase
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
@@ -243,12 +244,15 @@ class TransferLog:
     """
 
     def __init__(self, path: str, rank: int, layout: NamedLayout) -> None:
-        self._file: TextIO | None = open(f"{path}.rank{rank}", "a", buffering=1) if path else None  # noqa: SIM115
+        # Unbuffered: each line is one write, so that a process that ends leaves no half of a line.
+        self._file: RawIOBase | None = open(f"{path}.rank{rank}", "ab", buffering=0) if path else None  # noqa: SIM115
         self._rank = rank
         self._layout = layout
 
     def write(self, order: PromptLoad, result: JobResult) -> None:
         """Append one load."""
+        if self._file is None:
+            return
         hold = order.hold
         line: dict[str, Any] = {
             "request_id": order.request_id,
@@ -267,7 +271,8 @@ class TransferLog:
 
     def write_one(self, result: JobResult) -> None:
         """Append one write of this rank to one destination rank."""
-        self._append({"write": result.job_id} | self._outcome(result))
+        if self._file is not None:
+            self._append({"write": result.job_id} | self._outcome(result))
 
     def write_step(self, step: Mapping[str, Any]) -> None:
         """Append one step of this rank that has computed prompts of routers' transfers."""
@@ -293,4 +298,4 @@ class TransferLog:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps({"rank": self._rank, **line}) + "\n")
+            self._file.write(msgspec.json.encode({"rank": self._rank, **line}) + b"\n")
