@@ -237,7 +237,7 @@ def test_failures_and_refusals_are_counted_by_reason(make_engine: Callable[..., 
     for _ in range(5):
         engine.step(is_forced=True)
     data = engine.statistics.data
-    assert data["refused_blocks"]["tier-full"] == 2
+    assert data["refused_blocks"]["host_memory,tier-full"] == 2
     assert data["failures"]["local_disk,tier-failed"] >= 1
 
 
@@ -250,7 +250,7 @@ def test_blocks_of_a_request_that_ends_while_stores_keep_their_share_are_counted
     for _ in range(4):
         engine.step(ends_copies=False)
     assert engine.role.snapshot()["kept_blocks"] == 2
-    assert engine.statistics.data["refused_blocks"] == {"stores-behind": 4}
+    assert engine.statistics.data["refused_blocks"] == {"host_memory,stores-behind": 4}
     engine.run()
 
 

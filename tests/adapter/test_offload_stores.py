@@ -220,7 +220,7 @@ def test_slots_belong_to_the_blocks_whose_keys_were_accepted() -> None:
     [order] = storing.order()
     [copy] = order.blocks
     assert copy.source_ids.tolist() == [5, 6, 7], "of equal blocks those of the later request"
-    assert storing.refused == {"tier-full": 1}
+    assert storing.refused == {"host_memory,tier-full": 1}
     storing.land(order)
     assert storing.visible(second) == [[True, True, True, False]]
 
