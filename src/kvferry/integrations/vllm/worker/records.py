@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+WAIT_SECONDS = (*SECONDS, 30.0, 60.0, 120.0)
+"""Up to the default of ``load_timeout_seconds``."""
 BYTES = tuple(float(1 << shift) for shift in range(12, 38, 2))
 COUNTS = (1.0, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 PASSING = tuple((reason.value,) for reason in Reason if helps_to_repeat(reason))
@@ -196,7 +198,7 @@ class Statistics(Observations):
             "kvferry:transfer_seconds", "Seconds from the first to the last byte of a load.", buckets=SECONDS
         ),
         "wait_seconds": Metric(
-            "kvferry:wait_seconds", "Seconds from a load's order to its end on a rank.", buckets=SECONDS
+            "kvferry:wait_seconds", "Seconds from a load's order to its end on a rank.", buckets=WAIT_SECONDS
         ),
         "bytes": Metric("kvferry:transfer_bytes", "Bytes of a load on a rank.", buckets=BYTES),
         "descriptors": Metric("kvferry:transfer_descriptors", "Descriptors of a load on a rank.", buckets=COUNTS),
@@ -282,8 +284,17 @@ class Statistics(Observations):
         """Return the figures for the engine's periodic log line."""
         failures = sum(self.data["failures"].values())
         loads = len(self.data["bytes"])
+        others = {
+            "holds": self.data["holds"].get("", 0),
+            "failed writes": sum(self.data["failed_writes"].values()),
+            "expired holds": sum(self.data["expired_holds"].values()),
+            "prompts not held": self.data["unheld"],
+            "computed tokens": sum(self.data["computed_tokens"].values()),
+            "blocks in quarantine": self.data["in_quarantine"].get("", 0),
+        }
+        others = {name: number for name, number in others.items() if number}
         if not loads:
-            return {"loads": 0, "failed": failures}
+            return {"loads": 0, "failed": failures, **others}
         seconds, total = np.asarray(self.data["transfer_seconds"]), float(np.sum(self.data["bytes"]))
         return {
             "loads": loads,
@@ -293,6 +304,7 @@ class Statistics(Observations):
             "median descriptors": float(np.median(self.data["descriptors"])),
             "MB": round(total / 1e6, 3),
             "GB/s": round(total / 1e9 / max(float(seconds.sum()), 1e-9), 3),
+            **others,
         }
 
 
