@@ -85,8 +85,9 @@ check-package: setup ## The wheel in fresh environments: alone on Python 3.11 to
 	@$(VENV_PYTHON) scripts/check_package.py
 	@$(VENV_PYTHON) scripts/check_package.py --vllm
 
-check-deploy: setup ## docs/deploy: by the schemas of Compose and Kubernetes, and by systemd (about a minute at first)
+check-deploy: setup ## docs/deploy: by the schemas of Compose and Kubernetes, by systemd and by Prometheus (about a minute at first)
 	@$(VENV_PYTHON) scripts/check_deploy.py
+	@$(VENV_PYTHON) scripts/check_prometheus.py
 
 docs: setup ## The site of README.md and docs/ in build/site, every link checked (170 MB in build/docs-environment at first)
 	@$(VENV_PYTHON) scripts/build_docs.py

@@ -45,6 +45,7 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         executor: Any = "mp",
         drafts: Any = None,
         clears_untold: bool = False,
+        failure_policy: str = "fail",
         **settings: Any,
     ) -> scheduler_role.SchedulerRole:
         parallel = SimpleNamespace(
@@ -60,6 +61,7 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         transfer = SimpleNamespace(
             engine_id=engine_id,
             kv_role=kv_role,
+            kv_load_failure_policy=failure_policy,
             is_kv_producer=kv_role != "kv_consumer",
             is_kv_consumer=kv_role != "kv_producer",
         )

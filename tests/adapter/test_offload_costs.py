@@ -237,8 +237,32 @@ def test_failures_and_refusals_are_counted_by_reason(make_engine: Callable[..., 
     for _ in range(5):
         engine.step(is_forced=True)
     data = engine.statistics.data
-    assert data["refused_blocks"]["tier-full"] == 2
+    assert data["refused_blocks"]["host_memory,tier-full"] == 2
     assert data["failures"]["local_disk,tier-failed"] >= 1
+    assert data["tier_up"] == {"host_memory": 1, "local_disk": 0}
+
+
+def test_blocks_that_find_no_room_in_a_tier_are_counted(make_engine: Callable[..., TimedEngine]) -> None:
+    engine = make_engine(block_seconds=0.0001, lower=lambda region: DictionaryTier(region, 0, name="local_disk"))
+    engine.serve_and_write(1)
+    data = engine.statistics.data
+    assert data["refused_blocks"] == {"local_disk,tier-full": data["stored_blocks"]["host_memory"]}
+    assert data["failures"] == {}
+
+
+def test_tokens_that_a_tier_holds_and_does_not_bring_are_counted(make_engine: Callable[..., TimedEngine]) -> None:
+    tiers: list[DictionaryTier] = []
+
+    def lower(region: Region) -> DictionaryTier:
+        tiers.append(DictionaryTier(region, 1 << 20, name="local_disk"))
+        return tiers[-1]
+
+    engine = make_engine(block_seconds=0.0001, lower=lower, num_blocks=14, host_blocks=26)
+    engine.serve_and_write(1, 2, 3, 4, 5, 6, 7)
+    assert engine.statistics.data["computed_tokens"] == {}
+    tiers[0].faults.fails = True
+    engine.serve(1)
+    assert engine.statistics.data["computed_tokens"] == {"not-brought": 96}
 
 
 def test_blocks_of_a_request_that_ends_while_stores_keep_their_share_are_counted(
@@ -250,7 +274,7 @@ def test_blocks_of_a_request_that_ends_while_stores_keep_their_share_are_counted
     for _ in range(4):
         engine.step(ends_copies=False)
     assert engine.role.snapshot()["kept_blocks"] == 2
-    assert engine.statistics.data["refused_blocks"] == {"stores-behind": 4}
+    assert engine.statistics.data["refused_blocks"] == {"host_memory,stores-behind": 4}
     engine.run()
 
 

@@ -94,7 +94,7 @@ class Storing:
 
     @property
     def refused(self) -> dict[str, int]:
-        """Blocks that were not stored, by reason."""
+        """Blocks that were not stored, by tier and reason."""
         found: dict[str, int] = self.statistics.data["refused_blocks"]
         return found
 
@@ -138,7 +138,7 @@ def test_the_blocks_of_a_request_that_ends_are_refused_where_no_more_may_be_kept
     storing = Storing()
     storing.stores.max_kept = 3
     storing.offer(storing.blocks(1), is_last=True)
-    assert storing.refused == {"stores-behind": 5}
+    assert storing.refused == {"host_memory,stores-behind": 5}
 
 
 def test_a_request_has_offered_all_once_each_group_has() -> None:
@@ -220,7 +220,7 @@ def test_slots_belong_to_the_blocks_whose_keys_were_accepted() -> None:
     [order] = storing.order()
     [copy] = order.blocks
     assert copy.source_ids.tolist() == [5, 6, 7], "of equal blocks those of the later request"
-    assert storing.refused == {"tier-full": 1}
+    assert storing.refused == {"host_memory,tier-full": 1}
     storing.land(order)
     assert storing.visible(second) == [[True, True, True, False]]
 

@@ -183,6 +183,43 @@ class Reported:
         self.kv_connector_worker_meta = None
 
 
+def test_blocks_in_quarantine_are_counted_now_and_ever(decode: Any) -> None:
+    assert decode.take_statistics() is None
+    report(decode, 0, 1, "d")
+    taken = decode.take_statistics().data
+    assert (taken["in_quarantine"], taken["quarantined_blocks"]) == ({"": len(BLOCKS)}, len(BLOCKS))
+    assert decode.take_statistics() is None
+    report(decode, 0, 2)
+    taken = decode.take_statistics().data
+    assert (taken["in_quarantine"], taken["quarantined_blocks"]) == ({"": 0}, 0)
+
+
+@pytest.mark.parametrize(("policy", "counted"), [("recompute", {"load-failed": len(PROMPT)}), ("fail", {})])
+def test_tokens_of_a_failed_load_are_counted_where_they_are_computed(policy: str, counted: Any, make_role: Any) -> None:
+    role = make_role(FULL, failure_policy=policy)
+    ours = request(PROMPT, run_prefill(make_role(FULL), PROMPT, [5, 4, 3, 2, 1]) or {}, "d")
+    role.on_new_request(ours)
+    num_tokens, _ = role.get_num_new_matched_tokens(ours, 0)
+    role.update_state_after_alloc(ours, allocated(BLOCKS), num_tokens)
+    next_step(role)
+    role.update_connector_output(Reported({"d"}))
+    taken = role.take_statistics()
+    assert ({} if taken is None else taken.data["computed_tokens"]) == counted
+
+
+def test_holds_and_prompts_that_nobody_came_for_are_counted(make_role: Any) -> None:
+    role = make_role(FULL)
+    run_prefill(role, PROMPT, BLOCKS)
+    assert role.take_statistics().data["holds"] == {"": 1}
+    with role._state.holds_lock:
+        role._state.holds.expire(time.monotonic() + role._state.settings.lease_seconds + 1)
+    next_step(role)
+    taken = role.take_statistics().data
+    assert (taken["holds"], taken["expired_holds"], taken["unheld"]) == ({"": 0}, {"expired": 1}, 0)
+    role.update_state_after_alloc(request(PROMPT, {"do_remote_decode": True}, "r" * 5000), allocated(BLOCKS), 0)
+    assert role.take_statistics().data["unheld"] == 1
+
+
 def test_the_age_of_a_quarantine_can_be_seen(decode: Any) -> None:
     assert decode._quarantine.snapshot(0.0) == {}
     assert report(decode, 0, 1, "d") == [(0, "d")]

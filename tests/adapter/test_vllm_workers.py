@@ -22,8 +22,9 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from kvferry.cli.timeline_jobs import Wanted, find
 from kvferry.cli.transfer_records import open_logs
-from kvferry.errors import HandoffError, Reason
+from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution import destination, executor, peers
+from kvferry.execution.executor import JobResult
 from kvferry.handoff.handshake import NO_ADAPTER, Adapter
 from kvferry.handoff.holds import is_of_hold, transfer_of
 from kvferry.handoff.messages import (
@@ -498,6 +499,14 @@ def test_fences_are_counted_once(workers: Workers) -> None:
     assert role.take_statistics() is None
     role._destination.announcer.introductions.registration = 3
     assert role.take_statistics().data["fences"] == 1
+
+
+def test_writes_that_failed_are_counted_by_reason(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    role = workers.senders[0]
+    results = [JobResult("write", TransportError(Reason.PEER_DIED, "it ended.")), JobResult("write", None)]
+    monkeypatch.setattr(role._rank.executor, "collect", lambda seconds: results)
+    assert role.take_finished() == (set(), set())
+    assert role.take_statistics().data["failed_writes"] == {"peer-died": 1}
 
 
 def test_a_rank_names_its_process_and_fences_after_the_time_that_is_set(workers: Workers) -> None:

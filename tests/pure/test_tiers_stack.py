@@ -564,7 +564,9 @@ def test_a_request_larger_than_host_memory_gets_its_first_blocks(engine: Engine)
     engine.only_below(*range(1, 9))
     engine.only_below(*range(21, 29))
     assert engine.answer("a", *range(1, 9), *range(21, 29)) == list(range(1, 9))
-    assert engine.failures("disk")["tier-full"] == 8
+    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["refused_above"] == {"tier-full": 8}
+    assert engine.stack.totals["refused_blocks", "host_memory", "tier-full"] == 2 * 8, "for the pool too"
+    assert not engine.failures("disk")
     engine.load("a", *range(1, 9))
     engine.settle()
     engine.check_nothing_is_left()
@@ -580,6 +582,8 @@ def test_a_tier_without_room_says_so_once_with_the_numbers(caplog: pytest.LogCap
     assert "it uses 0 B of its 0 B" in told[0]
     assert f"no room for {BLOCK_BYTES} bytes" in told[0]
     assert engine.failures("disk")["tier-full"] == 3
+    assert engine.stack.totals["refused_blocks", "disk", "tier-full"] == 3
+    assert ("failures", "disk", "tier-full") not in engine.stack.totals
     engine.close()
 
 

@@ -135,6 +135,10 @@ class Ending(StrEnum):
     YIELDED = "yielded"
 
 
+UNRELEASED = (Ending.EXPIRED, Ending.ABANDONED, Ending.TOO_OLD)
+"""Ends by a lease: no decode engine has released the hold."""
+
+
 class Hold(msgspec.Struct, frozen=True):
     """The blocks of one request.
 

@@ -311,6 +311,8 @@ class LowerCopies:
         self.promotion_times = CopyTimes()
         self.copy_seconds: deque[tuple[str, float]] = deque(maxlen=MAX_KEPT_TIMES)
         """Direction, ``up`` or ``down``, and seconds of the last copies; whoever reads them takes them out."""
+        self.refused_above: Counter[Reason] = Counter()
+        """Blocks that were not brought up since host memory did not take them, by reason."""
         self.num_ended = 0
         """Copies that have ended so far, however."""
         self._host, self._settings = host, settings
@@ -335,7 +337,7 @@ class LowerCopies:
 
     @property
     def failures(self) -> Counter[Reason]:
-        """Blocks that did not arrive, above or below, and calls that failed, by reason."""
+        """Blocks that did not arrive, above or below, and calls that failed, by reason; ``tier-full`` is no error."""
         return self._tier.failures
 
     @property
@@ -450,6 +452,7 @@ class LowerCopies:
         return {
             **self.totals,
             "failures": {reason.value: count for reason, count in sorted(self.failures.items()) if count},
+            "refused_above": {reason.value: count for reason, count in sorted(self.refused_above.items()) if count},
             "queued_chunks": sum(map(len, self._queues.values())) + len(self._prefetches),
             "blocks_to_write": len(self._to_write),
             "promotions": [now - promotion.since for promotion in self._promotions.values()],
@@ -490,7 +493,7 @@ class LowerCopies:
         if not (chunk.askers or chunk.is_prefetch):
             return False
         room = self._host.prepare_store(chunk.group, chunk.keys, num_parts=1)
-        self.failures.update(room.failures)
+        self.refused_above.update(room.failures)
         load = self._tier.prepare_load(room.keys, room.slots, len(self._promotions), now) if room.keys else None
         if load is None:
             self._free_room(room)

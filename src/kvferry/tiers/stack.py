@@ -33,6 +33,8 @@ from kvferry.tiers.load_rule import CopyTimes
 from kvferry.tiers.lower_copies import MAX_CLOSE_SECONDS, Chunk, CopySettings, LowerCopies
 from kvferry.tiers.protocol import BlockKey, LowerTier, Presence
 
+REFUSALS = frozenset({Reason.TIER_FULL, Reason.ALREADY_BEING_STORED})
+"""Reasons why a tier does not take a block, though nothing has failed."""
 PREFETCH_SHARE = 0.25
 """Share of host memory that queued and running prefetches may fill."""
 _NOBODY: Mapping[BlockKey, str] = MappingProxyType({})
@@ -260,7 +262,7 @@ class Stack:
 
     @property
     def totals(self) -> dict[tuple[str, ...], int]:
-        """What has happened so far, each with the tier: blocks stored and evicted, bytes moved, failures by reason."""
+        """What has happened so far, each with the tier: blocks stored, evicted, refused; bytes moved; failures."""
         host = self._host.capabilities.name
         found: dict[tuple[str, ...], int] = {
             ("stored_blocks", host): self._counts["stored"],
@@ -272,8 +274,16 @@ class Stack:
             found["evicted_blocks", tier] = totals["evicted"]
             found["tier_bytes", tier, "up"] = totals["bytes_up"]
             found["tier_bytes", tier, "down"] = totals["bytes_down"]
-            found.update({("failures", tier, reason): number for reason, number in copies.failures.items()})
+            for reason, number in copies.failures.items():
+                found["refused_blocks" if reason in REFUSALS else "failures", tier, reason] = number
+            for reason, number in copies.refused_above.items():
+                found["refused_blocks", host, reason] = found.get(("refused_blocks", host, reason), 0) + number
         return found
+
+    def are_used(self, now: float) -> dict[str, bool]:
+        """Return whether each tier is used, or left alone after a failure."""
+        lower = {copies.name: not copies.is_suspended(now) for copies in self._lower}
+        return {self._host.capabilities.name: True, **lower}
 
     @property
     def journal(self) -> Journal:

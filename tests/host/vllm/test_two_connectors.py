@@ -43,7 +43,7 @@ KEPT_SECONDS = WATCHED["lease_seconds"] + 10.0
 """A prompt whose client goes away as it is finished is held until the end of its lease."""
 EXPIRED = NOT_RELEASED[0]
 BLOCK_TOKENS = 128
-STORES_BEHIND = 'kvferry:offload_refused_blocks_total{reason="stores-behind"}'
+STORES_BEHIND = 'kvferry:offload_refused_blocks_total{reason="stores-behind",tier="host_memory"}'
 
 
 @pytest.mark.matrix

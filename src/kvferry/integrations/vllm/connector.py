@@ -213,7 +213,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return None if self._worker_role is None else self._worker_role.take_failed_turns()
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        return None if self._worker_role is None else self._worker_role.take_statistics()
+        role = self._worker_role or self._scheduler_role
+        return None if role is None else role.take_statistics()
 
     def shutdown(self) -> None:
         if self._ranks is not None:

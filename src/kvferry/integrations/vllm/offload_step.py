@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import ClassVar, Literal
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from kvferry.errors import Reason
 from kvferry.execution.executor import JobResult
 from kvferry.integrations.vllm.worker.records import BYTES, SECONDS, Metric, ObservationMetrics, Observations
 from kvferry.plan.request import GroupBlocks
@@ -92,6 +94,22 @@ class RankReport(KVConnectorWorkerMetadata):
         )
 
 
+HOST_MEMORY = "host_memory"
+TIERS = (HOST_MEMORY, "remote_pool", "local_disk")
+"""Names of tiers in labels of metrics and in events."""
+TIER_FAILURES = (Reason.TIER_FAILED, Reason.CHECKSUM_MISMATCH, Reason.TRANSFER_FAILED, Reason.DEADLINE_EXCEEDED)
+"""Reasons of failures that may come once."""
+
+
+class ComputedCause(StrEnum):
+    """Why an engine computes what a tier should have brought: the load of a rank failed or could not be ordered; a
+    lower tier did not bring the blocks in time, or had lost them.
+    """
+
+    LOAD_FAILED = "load-failed"
+    NOT_BROUGHT = "not-brought"
+
+
 class OffloadStatistics(Observations):
     """Of ranks: copies between engine and host memory. Of the scheduler: everything else."""
 
@@ -130,22 +148,39 @@ class OffloadStatistics(Observations):
             "kvferry:offload_tier_bytes", "Bytes copied between host memory and a tier.", ("tier", "direction")
         ),
         "stored_blocks": Metric("kvferry:offload_stored_blocks", "Blocks that became visible in a tier.", ("tier",)),
-        "refused_blocks": Metric("kvferry:offload_refused_blocks", "Blocks that were not stored.", ("reason",)),
+        "refused_blocks": Metric(
+            "kvferry:offload_refused_blocks",
+            "Blocks that a tier did not store, though nothing has failed.",
+            ("tier", "reason"),
+            known=tuple((tier, Reason.TIER_FULL.value) for tier in TIERS),
+        ),
         "evicted_blocks": Metric("kvferry:offload_evicted_blocks", "Blocks that a tier gave up for others.", ("tier",)),
         "failures": Metric(
             "kvferry:offload_failures",
             "Blocks, or a rank's copies, that failed, by tier and reason.",
             ("tier", "reason"),
+            known=tuple((tier, reason.value) for tier in TIERS for reason in TIER_FAILURES),
         ),
         "decisions": Metric(
             "kvferry:offload_decisions", "Requests that load, wait or compute, and why.", ("choice", "because")
+        ),
+        "computed_tokens": Metric(
+            "kvferry:offload_computed_tokens",
+            "Tokens that a tier should have brought and this engine computed, by cause.",
+            ("cause",),
+            known=tuple((cause.value,) for cause in ComputedCause),
+        ),
+    }
+    GAUGES: ClassVar[Mapping[str, Metric]] = {
+        "tier_up": Metric(
+            "kvferry:offload_tier_up", "1 where the engine uses a tier, 0 where it leaves the tier alone.", ("tier",)
         ),
     }
 
     def record(self, result: JobResult, direction: Literal["load", "store"]) -> None:
         """Add a rank's copy."""
         if result.error is not None:
-            self.count("failures", 1, "host_memory", result.error.reason.value)
+            self.count("failures", 1, HOST_MEMORY, result.error.reason.value)
             return
         self.observe("copy_seconds", result.transfer_seconds, direction)
         self.observe("copy_wait_seconds", result.wait_seconds, direction)

@@ -17,7 +17,8 @@ import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.handoff.wire.bootstrap import parse_address
@@ -26,6 +27,9 @@ from kvferry.integrations.vllm.connector_configs import may_be_for_another, own_
 from kvferry.integrations.vllm.settings import parse_settings, trust_of
 from kvferry.integrations.vllm.versions import replace_once, streams_name_holds
 from kvferry.peer_log import PeerLog
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
 
 logger = PeerLog(logging.getLogger(__name__))
 
@@ -40,8 +44,36 @@ def check_requests() -> None:
     """Check the requests of this process if it is an API server. Safe to call again."""
     if (serving := sys.modules.get(SERVING_MODULE)) is not None:
         replace_once(serving.GenerateBaseServing, "_with_kv_transfer_rejection_cleanup", _around_request)
+        refused_requests()
     if (processor := sys.modules.get(PROCESSOR_MODULE)) is not None:
         replace_once(processor.InputProcessor, "process_inputs", _before_engine)
+
+
+REFUSALS = (
+    Reason.MALFORMED_MESSAGE,
+    Reason.PROTOCOL_MISMATCH,
+    Reason.UNSUPPORTED,
+    Reason.PERMISSION_DENIED,
+    Reason.INVALID_REQUEST,
+)
+"""Why a request is refused here."""
+
+
+@cache
+def refused_requests() -> "Counter":
+    """Return the counter of this API server, which counts from 0: Prometheus sees no increase in a series that begins
+    with 1.
+    """
+    from prometheus_client import Counter
+
+    counter = Counter(
+        "kvferry:refused_requests",
+        "Requests that this API server has refused for their kv_transfer_params, by reason.",
+        ["reason"],
+    )
+    for reason in REFUSALS:
+        counter.labels(reason.value)
+    return counter
 
 
 def check_params(config: Any, params: object, request_id: str, num_prompts: int = 1) -> None:
@@ -156,6 +188,7 @@ def number_of_prompts(prompt: object) -> int:
 def _refusal(error: KVFerryError, request_id: str) -> Exception:
     """Return vLLM's error for a request that is refused, and log why: the engine never hears of the request."""
     logger.warning("kvferry: %s is refused: %s", request_id, error, peer=request_id)
+    refused_requests().labels(error.reason.value).inc()
     from vllm.exceptions import VLLMValidationError
 
     told = str(error)

@@ -458,6 +458,9 @@ class Quarantine:
         self._reports: dict[int, tuple[int, frozenset[str]]] = {}
         self._has_news = False
         self._agreed: set[tuple[int, str]] = set()
+        self._num_blocks: dict[str, int] = {}
+        self.num_ever_kept = 0
+        """Blocks that were kept so far."""
         self._kept_since: dict[str, float] = {}
 
     @property
@@ -495,11 +498,14 @@ class Quarantine:
         for request_id in {request_id for _, request_id in reported} - self._kept_since.keys():
             if request_id in loading:
                 self._kept_blocks.keep(_name(request_id), loading[request_id])
+                number = self._num_blocks[request_id] = sum(map(len, loading[request_id]))
+                self.num_ever_kept += number
                 self._kept_since[request_id] = time.monotonic()
         agreed = {(rank, request_id) for rank, request_id in reported if request_id in self._kept_since}
         for request_id in self._kept_since.keys() - {request_id for _, request_id in agreed}:
             seconds = time.monotonic() - self._kept_since.pop(request_id)
             self._kept_blocks.free(_name(request_id))
+            del self._num_blocks[request_id]
             logger.warning(
                 "kvferry: no peer writes into the blocks of %s any more: they are free after %.0f s.",
                 request_id,
@@ -508,6 +514,11 @@ class Quarantine:
             )
         new, self._agreed = agreed - self._agreed, agreed
         return sorted(new)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are kept now."""
+        return sum(self._num_blocks.values())
 
     def num_not_loading(self, loading: Mapping[str, BlockIds]) -> int:
         """Return how many quarantined requests the engine no longer waits for."""

@@ -18,11 +18,11 @@ from kvferry.integrations.vllm.adapters import Adapters, hear_of_loads
 from kvferry.integrations.vllm.engine_core import Engine
 from kvferry.integrations.vllm.offload_names import BlockNames, engine_facts
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
-from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep, RankReport
+from kvferry.integrations.vllm.offload_step import HOST_MEMORY, OffloadStatistics, OffloadStep, RankReport
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
 from kvferry.integrations.vllm.scheduler.offload_loads import Loads, OffloadRequest
 from kvferry.integrations.vllm.scheduler.offload_stores import ReadBlockIds, Stores
-from kvferry.integrations.vllm.scheduler.offload_tiers import Start, Tiers, check_settings, open_tiers
+from kvferry.integrations.vllm.scheduler.offload_tiers import Start, StartState, Tiers, check_settings, open_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, check_window_interval, stored_groups
 from kvferry.integrations.vllm.scheduler.waits import Looks, StepWaits
 from kvferry.integrations.vllm.translate import group_shapes, refuse
@@ -92,6 +92,8 @@ class OffloadScheduler:
         self._events = BlockEvents(groups, kv_cache_config) if publishes else None
         self._reported: Counter[tuple[str, ...]] = Counter()
         """The tiers' totals that were reported."""
+        self._used: dict[str, bool] = {}
+        """Which tiers were reported to be used."""
         self._rule = LoadRule(vllm_config.scheduler_config.max_num_batched_tokens)
         self._step_waits = StepWaits()
         self._engine = Engine()
@@ -137,6 +139,7 @@ class OffloadScheduler:
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Order the promised load into these blocks; the step's end drops the promise, taken up or not."""
         entry = self._entry(request)
+        self._loads.count_not_brought(entry)
         if num_external_tokens:
             self._loads.order(self._stack, entry, num_external_tokens, blocks.get_block_ids)
 
@@ -230,8 +233,16 @@ class OffloadScheduler:
         vLLM calls it when it has taken the results of a step, so this is the end of the step.
         """
         self._rule.steps.end(self._clock())
+        used: dict[str, bool] = {}
         if self._stack is not None:
             self._count_tiers(self._stack)
+            used = self._stack.are_used(self._clock())
+        elif self._start.state is StartState.REFUSED:
+            used = {HOST_MEMORY: False}
+        if used != self._used:
+            self._used = used
+            for tier, is_used in used.items():
+                self._statistics.set("tier_up", int(is_used), tier)
         if self._statistics.is_empty():
             return None
         taken = OffloadStatistics(data=self._statistics.data)

@@ -18,6 +18,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
+from kvferry.integrations.vllm.offload_step import HOST_MEMORY
 from kvferry.integrations.vllm.scheduler.stored_blocks import StoredGroup
 from kvferry.layout.shard import CacheKind
 from kvferry.tiers.host_memory import Change, Emptied
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-HOST_MEMORY = "host_memory"
 REMOTE = frozenset({"remote_pool"})
 MAX_WITHDRAWN = 4096
 """Most blocks of an emptied tier whose removal one step announces, so that no step waits for all of them."""

@@ -16,9 +16,9 @@ import numpy as np
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
-from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStatistics
+from kvferry.integrations.vllm.offload_step import HOST_MEMORY, ComputedCause, LoadOrder, OffloadStatistics
 from kvferry.integrations.vllm.scheduler.blocks import num_recomputed
-from kvferry.integrations.vllm.scheduler.offload_events import HOST_MEMORY, BlockEvents
+from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
 from kvferry.integrations.vllm.scheduler.stored_blocks import (
     RequestBlocks,
     StoredGroup,
@@ -72,6 +72,8 @@ class OffloadRequest:
     question: Question | None = None
     decided: tuple[int, int, Decision] | None = None
     """First token and boundary of the last hit, and its decision: vLLM asks in each step until the request has room."""
+    num_not_brought: int = 0
+    """Tokens of the last hit that its tiers have not brought."""
     promised: int = 0
     """Tokens that were promised in this call of vLLM's ``schedule``."""
     waits_since: float | None = None
@@ -197,6 +199,7 @@ class Loads:
         if boundary is None:
             return None
         entry.waits_since = None
+        entry.num_not_brought = 0 if entry.question is None else entry.question.boundary - boundary
         if boundary == first_token or not self._is_worth_loading(entry, boundary):
             self.drop(stack, entry)
             return 0
@@ -238,6 +241,11 @@ class Loads:
         self.jobs[request_id] = job
         self.loading.update(job.keys)
 
+    def count_not_brought(self, entry: OffloadRequest) -> None:
+        """The engine has given the request blocks: what its tiers have not brought by now will be computed."""
+        self._statistics.count("computed_tokens", entry.num_not_brought, ComputedCause.NOT_BROUGHT.value)
+        entry.num_not_brought = 0
+
     def sources(self, request_id: str) -> "dict[CacheHitSource, int]":
         """Return where the tokens of a load come from: host memory, or the tier that brought them there for it."""
         sources: Counter[CacheHitSource] = Counter()
@@ -259,6 +267,8 @@ class Loads:
         stack.complete_load(request_id)
         if has_failed:
             self._counts["failed_loads"] += 1
+            num_tokens = sum(job.tokens_by_tier.values())
+            self._statistics.count("computed_tokens", num_tokens, ComputedCause.LOAD_FAILED.value)
             peer_logger.error("kvferry: a rank could not load the stored blocks of %s.", request_id, peer=request_id)
 
     def _num_cached_tokens(self, request: "Request") -> int:

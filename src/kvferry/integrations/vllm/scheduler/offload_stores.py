@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.arrays import Flags, Integers
 from kvferry.errors import Reason
-from kvferry.integrations.vllm.offload_step import OffloadStatistics, StoreOrder
+from kvferry.integrations.vllm.offload_step import HOST_MEMORY, OffloadStatistics, StoreOrder
 from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID, KeptBlocks
 from kvferry.integrations.vllm.scheduler.offload_events import BlockEvents
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, StoredGroup, alignment, keeps_window
@@ -131,7 +131,7 @@ class Stores:
                 num_deferred = self._offer_group(stack, blocks, group, (begin, end), ids[group.index], others)
                 self._counts["deferred_blocks"] += num_deferred
                 if is_last:
-                    self._statistics.count("refused_blocks", num_deferred, Reason.STORES_BEHIND.value)
+                    self._statistics.count("refused_blocks", num_deferred, HOST_MEMORY, Reason.STORES_BEHIND.value)
                 if self._events is not None:
                     places = range(begin, blocks.num_offered[group.index])
                     keys = blocks.keys[group.index][places.start : places.stop]
@@ -145,7 +145,7 @@ class Stores:
             group = self._groups[index]
             store = stack.prepare_store(group.name, keys, num_parts=self._num_ranks)
             for reason, number in store.failures.items():
-                self._statistics.count("refused_blocks", number, reason.value)
+                self._statistics.count("refused_blocks", number, HOST_MEMORY, reason.value)
                 self._counts[f"not_stored_{reason}"] += number
             if not store.keys:
                 continue

@@ -38,6 +38,7 @@ from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import (
     StepMetadata,
 )
+from kvferry.integrations.vllm.worker.records import Statistics
 from kvferry.layout.shard import MAX_BLOCK_SIZE, MAX_GROUPS
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class PromptAdapters:
 
 @dataclass
 class EngineState:
-    """The state of one engine. ``step`` has the orders for the next step.
+    """The state of one engine. ``step`` has the orders for the next step, ``statistics`` what its scheduler counts.
 
     ``holds_lock`` guards ``holds``, which the server's thread uses too. ``answers_at`` is set once the server runs.
     """
@@ -137,6 +138,7 @@ class EngineState:
     kept_blocks: KeptBlocks = field(default_factory=KeptBlocks)
     holds_lock: threading.Lock = field(default_factory=threading.Lock)
     step: StepMetadata = field(default_factory=StepMetadata)
+    statistics: Statistics = field(default_factory=Statistics)
     answers_at: EndPoint = field(default_factory=lambda: EndPoint("127.0.0.1", 1, 0))
 
 

@@ -61,6 +61,7 @@ from kvferry.integrations.vllm.step import (
 )
 from kvferry.integrations.vllm.translate import group_shapes, resolved_layout
 from kvferry.integrations.vllm.versions import can_name_loaded_groups
+from kvferry.integrations.vllm.worker.records import Cause, Statistics
 from kvferry.peer_log import PeerLog
 
 if TYPE_CHECKING:
@@ -129,6 +130,10 @@ class SchedulerRole:
         self._expired_at = time.monotonic()
         self._loading: dict[str, Sequence[Sequence[int]]] = {}
         self._outdated: set[str] = set()
+        self._missing: dict[str, tuple[int, Cause | None]] = {}
+        """How many tokens a load was to bring to each request when vLLM last asked, and why none is ordered."""
+        self._counted = dict.fromkeys(("holds", "in_quarantine", "quarantined_blocks"), 0)
+        """What statistics were last told."""
         self._quarantine = Quarantine(state.kept_blocks, self._num_ranks)
         self._directory: Directory | None = None
         self._drains_at: float | None = None
@@ -141,6 +146,7 @@ class SchedulerRole:
         self._own_host = settings.reachable_host if _may_span_hosts(parallel) else settings.local_host
         assert vllm_config.kv_transfer_config is not None
         parts = PARTS[str(vllm_config.kv_transfer_config.kv_role)]
+        self._recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
         self._start_line = f"{parts}, {resolved_layout(vllm_config)}"
 
     # Calls for requests.
@@ -179,15 +185,12 @@ class SchedulerRole:
         is_full = bool(self._loading) and self._num_loads >= MAX_LOADS
         if is_full or not self._destination.is_ready(request.request_id):
             return None, False
-        if self._destination.is_gone(request.request_id):
-            return 0, False
-        try:
-            self._destination.check_adapter(request)
-        except KVFerryError as error:
-            logger.warning("kvferry: %s is computed here: %s", request.request_id, error, peer=request.request_id)
-            return 0, False
         num_missing = self._num_loadable(request) - num_computed_tokens
-        return (num_missing, True) if num_missing > 1 else (0, False)
+        if num_missing <= 1:
+            return 0, False
+        cause = self._why_computed(request)
+        self._missing[request.request_id] = num_missing, cause
+        return (num_missing, True) if cause is None else (0, False)
 
     def groups_filled_whole(self, request: "Request") -> tuple[int, ...]:
         """Return the cache groups whose blocks this request's load overwrites whole."""
@@ -206,6 +209,9 @@ class SchedulerRole:
             # A new object: parallel samples in one process share the parameters, and each loads for itself.
             request.kv_transfer_params = {**params, "do_remote_prefill": False}
         if num_external_tokens == 0:
+            num_missing, cause = self._missing.pop(request.request_id, (0, None))
+            if cause is not None:
+                self._state.statistics.count("computed_tokens", num_missing, cause.value)
             self._destination.finish(request.request_id)
             return
         block_ids = self._loading[request.request_id] = blocks.get_block_ids()
@@ -221,6 +227,7 @@ class SchedulerRole:
         params = request.kv_transfer_params
         if not params:
             return False, None
+        self._missing.pop(request.request_id, None)
         if request.request_id in self._loading:
             # The ranks may still fill the blocks: the remote hold stays until they have stopped.
             self._state.step.aborted.append(request.request_id)
@@ -303,6 +310,27 @@ class SchedulerRole:
         for request_id in finished:
             self._loading.pop(request_id, None)
             self._destination.finish(request_id)
+            num_missing, _ = self._missing.pop(request_id, (0, None))
+            if request_id in anew or (self._recomputes and request_id in (output.failed_recving or ())):
+                self._state.statistics.count("computed_tokens", num_missing, Cause.LOAD_FAILED.value)
+
+    def take_statistics(self) -> Statistics | None:
+        """Return the statistics since the last call; None where there is no new one."""
+        state, quarantine, before = self._state, self._quarantine, self._counted
+        now = {
+            "holds": state.holds.num_holds,
+            "in_quarantine": quarantine.num_blocks,
+            "quarantined_blocks": quarantine.num_ever_kept,
+        }
+        if now != before:
+            self._counted = now
+            state.statistics.set("holds", now["holds"])
+            state.statistics.set("in_quarantine", now["in_quarantine"])
+            state.statistics.count("quarantined_blocks", now["quarantined_blocks"] - before["quarantined_blocks"])
+        if state.statistics.is_empty():
+            return None
+        taken, state.statistics = state.statistics, Statistics()
+        return taken
 
     def has_pending_work(self) -> bool:
         """Whether the engine must step although it has no request: to end holds or tell the workers of them.
@@ -381,6 +409,17 @@ class SchedulerRole:
         of_turn = self._destination.num_tokens_of_turn(request.request_id)
         return max(request.num_prompt_tokens - self._num_recomputed, 1) if of_turn is None else of_turn
 
+    def _why_computed(self, request: "Request") -> Cause | None:
+        """Return why this engine computes what a prefill engine, or the engine of the last turn, has computed."""
+        if self._destination.is_gone(request.request_id):
+            return Cause.HOLD_ENDED
+        try:
+            self._destination.check_adapter(request)
+        except KVFerryError as error:
+            logger.warning("kvferry: %s is computed here: %s", request.request_id, error, peer=request.request_id)
+            return Cause.ADAPTER
+        return None
+
     @property
     def _num_loads(self) -> int:
         return len(self._loading) + self._quarantine.num_not_loading(self._loading)
@@ -426,6 +465,7 @@ class SchedulerRole:
         if ended.was_held:
             state.kept_blocks.free(ended.handle)
         if (hold is None or not hold.yields) and (why := self._why_ended(ended.ending)) is not None:
+            state.statistics.count("expired_holds", 1, ended.ending.value)
             logger.warning("kvferry: %s: the blocks of %s are freed.", why, name, peer=name)
 
     def _why_ended(self, ending: Ending) -> str | None:

@@ -184,7 +184,7 @@ class Source:
         """
         request_id, transfer_id = request.request_id, router_transfer_of(request)
         if (why := self._why_not_held(request, transfer_id)) is not None:
-            logger.warning("kvferry: %s is not held: %s.", request_id, why, peer=request_id)
+            self._note_unheld(request_id, why)
             return
         try:
             adapter = self._state.adapters.of_computed(request)
@@ -201,12 +201,8 @@ class Source:
         elif drains:
             logger.info("kvferry: %s is not held, since this engine drains.", request_id, peer=request_id)
         elif transfer_id is None:  # a transfer may have been released, or another sample of the prompt serves it
-            logger.warning(
-                "kvferry: %s is not held for a decode engine: too many prompts are held, a request of this id is still "
-                "held, or the id is too long.",
-                request_id,
-                peer=request_id,
-            )
+            why = "too many prompts are held, a request of this id is still held, or the id is too long"
+            self._note_unheld(request_id, why)
 
     def finish(
         self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
@@ -231,11 +227,7 @@ class Source:
             return None
         final = self._final(prompt, block_ids)
         if final is None:
-            logger.warning(
-                "kvferry: %s is not held: its state or its window went past the prompt.",
-                request.request_id,
-                peer=request.request_id,
-            )
+            self._note_unheld(request.request_id, "its state or its window went past the prompt")
             self._drop(request)
             return None
         with state.holds_lock:
@@ -323,8 +315,12 @@ class Source:
 
     def _refuse(self, request: "Request", error: KVFerryError) -> None:
         """Hold nothing of a prompt; decode ranks that have announced blocks for it are told that it has ended."""
-        logger.warning("kvferry: %s is not held: %s", request.request_id, error, peer=request.request_id)
+        self._note_unheld(request.request_id, error)
         self._drop(request)
+
+    def _note_unheld(self, request_id: str, why: object) -> None:
+        self._state.statistics.count("unheld")
+        logger.warning("kvferry: %s is not held: %s.", request_id, why, peer=request_id)
 
     def _drop(self, request: "Request") -> None:
         self._prompts.pop(request.request_id, None)
@@ -352,11 +348,7 @@ class Source:
             return
         if hold.is_transfer and num_final > num_tokens and not all(each.kind in WHOLE for each in self._state.groups):
             # A state goes past the prompt, and blocks that leave a window are freed.
-            logger.warning(
-                "kvferry: %s is not held: the step computes more than the prompt.",
-                request.request_id,
-                peer=request.request_id,
-            )
+            self._note_unheld(request.request_id, "the step computes more than the prompt")
             self._drop(request)
             return
         if prompt.is_told:

@@ -3,16 +3,17 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from io import RawIOBase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvferry.errors import Reason
+from kvferry.errors import Reason, helps_to_repeat
 from kvferry.execution.executor import JobResult
+from kvferry.handoff.holds import UNRELEASED
 from kvferry.integrations.vllm.failed_loads import FAILED, MAX_FAILED
 from kvferry.integrations.vllm.step import PromptLoad
 from kvferry.layout.named_layouts import NamedLayout
@@ -21,32 +22,47 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+WAIT_SECONDS = (*SECONDS, 30.0, 60.0, 120.0)
+"""Up to the default of ``load_timeout_seconds``."""
 BYTES = tuple(float(1 << shift) for shift in range(12, 38, 2))
 COUNTS = (1.0, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+PASSING = tuple((reason.value,) for reason in Reason if helps_to_repeat(reason))
+"""Reasons of failures that may come once; others come with each request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric of Prometheus: its name and text, the names of its labels, and the bounds of a histogram's buckets."""
+    """A metric of Prometheus: its name and text, the names of its labels, and the bounds of a histogram's buckets.
+
+    A counter counts from 0 for the labels' values in ``known``: Prometheus sees no increase in a series that begins
+    with 1, so no alert could tell of the first failure.
+    """
 
     name: str
     text: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    known: tuple[tuple[str, ...], ...] = ()
 
 
 class Observations(KVConnectorStats):
-    """Observed values and counts by name; a subclass declares the names in ``HISTOGRAMS`` and ``COUNTERS``.
+    """Observed values and counts by name; a subclass declares the names in ``HISTOGRAMS``, ``COUNTERS`` and ``GAUGES``.
 
     ``data`` has a list for a histogram and a number for a counter; with labels it has one for each, under the labels'
-    values joined by commas.
+    values joined by commas. It has a gauge's values under such keys too, from the first one on.
     """
 
     HISTOGRAMS: ClassVar[Mapping[str, Metric]] = {}
     COUNTERS: ClassVar[Mapping[str, Metric]] = {}
+    GAUGES: ClassVar[Mapping[str, Metric]] = {}
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         super().__init__(data=data or self._nothing())
+
+    @classmethod
+    def all_metrics(cls) -> dict[str, Metric]:
+        """Return every metric by its name in ``data``."""
+        return {**cls.HISTOGRAMS, **cls.COUNTERS, **cls.GAUGES}
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Add one value to a histogram."""
@@ -64,6 +80,10 @@ class Observations(KVConnectorStats):
             self.data[name][key] = self.data[name].get(key, 0) + number
         else:
             self.data[name] += number
+
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Set a gauge, which keeps its value until it is set again."""
+        self.data[name][_joined(self.GAUGES[name], labels)] = value
 
     def reset(self) -> None:
         """Forget all observations."""
@@ -83,6 +103,8 @@ class Observations(KVConnectorStats):
                 continue
             for key, number in other.data[name].items():
                 self.data[name][key] = self.data[name].get(key, 0) + number
+        for name in self.GAUGES:
+            self.data[name].update(other.data[name])
         return self
 
     def is_empty(self) -> bool:
@@ -92,11 +114,11 @@ class Observations(KVConnectorStats):
     def _nothing(self) -> dict[str, Any]:
         histograms: dict[str, Any] = {name: {} if metric.labels else [] for name, metric in self.HISTOGRAMS.items()}
         counters: dict[str, Any] = {name: {} if metric.labels else 0 for name, metric in self.COUNTERS.items()}
-        return {**histograms, **counters}
+        return {**histograms, **counters, **{name: {} for name in self.GAUGES}}
 
 
 class ObservationMetrics(KVConnectorPromMetrics):
-    """The same observations as Prometheus histograms and counters, for each engine of a front end."""
+    """The same observations as Prometheus histograms, counters and gauges, for each engine of a front end."""
 
     OBSERVATIONS: ClassVar[type[Observations]]
 
@@ -110,6 +132,7 @@ class ObservationMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         histogram: Any = self._histogram_cls
         counter: Any = self._counter_cls
+        gauge: Any = self._gauge_cls
         self._metrics: dict[str, Any] = {}
         for name, metric in self.OBSERVATIONS.HISTOGRAMS.items():
             labels = [*labelnames, *metric.labels]
@@ -119,9 +142,15 @@ class ObservationMetrics(KVConnectorPromMetrics):
         for name, metric in self.OBSERVATIONS.COUNTERS.items():
             labels = [*labelnames, *metric.labels]
             self._metrics[name] = counter(name=metric.name, documentation=metric.text, labelnames=labels)
-        for name, metric in (*self.OBSERVATIONS.HISTOGRAMS.items(), *self.OBSERVATIONS.COUNTERS.items()):
-            if not metric.labels:  # seen before the first observation, as 0
-                create_metric_per_engine(self._metrics[name], per_engine_labelvalues)
+        for name, metric in self.OBSERVATIONS.GAUGES.items():
+            labels = [*labelnames, *metric.labels]
+            self._metrics[name] = gauge(
+                name=metric.name, documentation=metric.text, labelnames=labels, multiprocess_mode="mostrecent"
+            )
+        for name, metric in self.OBSERVATIONS.all_metrics().items():
+            for values in metric.known if metric.labels else [()]:  # seen before the first observation, as 0
+                for engine in per_engine_labelvalues.values():
+                    self._metrics[name].labels(*engine, *values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Record one interval's observations."""
@@ -136,6 +165,9 @@ class ObservationMetrics(KVConnectorPromMetrics):
             counted = transfer_stats_data[name]
             for labels, number in counted.items() if metric.labels else [("", counted)]:
                 self._metrics[name].labels(*engine, *_separate(metric, labels)).inc(number)
+        for name, metric in self.OBSERVATIONS.GAUGES.items():
+            for labels, value in transfer_stats_data[name].items():
+                self._metrics[name].labels(*engine, *_separate(metric, labels)).set(value)
 
 
 def _joined(metric: Metric, labels: tuple[str, ...]) -> str:
@@ -147,15 +179,27 @@ def _separate(metric: Metric, labels: str) -> list[str]:
     return labels.split(",") if metric.labels else []
 
 
+class Cause(StrEnum):
+    """Why an engine computes what a load should have brought: the load failed; the hold had ended before the load was
+    ordered; the adapter's weights are not known, or are others.
+    """
+
+    LOAD_FAILED = "load-failed"
+    HOLD_ENDED = "hold-ended"
+    ADAPTER = "adapter"
+
+
 class Statistics(Observations):
-    """Lists of observations by name, failures by reason, and the reasons of failed requests by the request's id."""
+    """Of ranks: loads and writes, and the reasons of failed requests by the request's id. Of the scheduler: holds,
+    quarantine and computed tokens.
+    """
 
     HISTOGRAMS: ClassVar[Mapping[str, Metric]] = {
         "transfer_seconds": Metric(
             "kvferry:transfer_seconds", "Seconds from the first to the last byte of a load.", buckets=SECONDS
         ),
         "wait_seconds": Metric(
-            "kvferry:wait_seconds", "Seconds from a load's order to its end on a rank.", buckets=SECONDS
+            "kvferry:wait_seconds", "Seconds from a load's order to its end on a rank.", buckets=WAIT_SECONDS
         ),
         "bytes": Metric("kvferry:transfer_bytes", "Bytes of a load on a rank.", buckets=BYTES),
         "descriptors": Metric("kvferry:transfer_descriptors", "Descriptors of a load on a rank.", buckets=COUNTS),
@@ -165,11 +209,42 @@ class Statistics(Observations):
     }
     COUNTERS: ClassVar[Mapping[str, Metric]] = {
         "failures": Metric(
-            "kvferry:failed_loads", "Loads that ended without a commit on a rank, by reason.", ("reason",)
+            "kvferry:failed_loads",
+            "Loads that ended without a commit on a rank, by reason.",
+            ("reason",),
+            known=PASSING,
         ),
         "loads": Metric("kvferry:loads", "Loads that were committed on a rank."),
         "fences": Metric(
             "kvferry:fences", "Times that a rank closed its memory to a lost peer and registered the memory anew."
+        ),
+        "failed_writes": Metric(
+            "kvferry:failed_writes",
+            "Writes of a rank into blocks of a decode rank that failed, by reason.",
+            ("reason",),
+            known=PASSING,
+        ),
+        "unheld": Metric("kvferry:unheld_prompts", "Prompts for a decode engine that this engine could not hold."),
+        "expired_holds": Metric(
+            "kvferry:expired_holds",
+            "Held prompts that no decode engine has released, by how the hold ended.",
+            ("ending",),
+            known=tuple((ending.value,) for ending in UNRELEASED),
+        ),
+        "quarantined_blocks": Metric(
+            "kvferry:quarantined_blocks", "Blocks that went into quarantine: a peer might still have written into them."
+        ),
+        "computed_tokens": Metric(
+            "kvferry:computed_tokens",
+            "Prompt tokens that a load should have brought and this engine computed, by cause.",
+            ("cause",),
+            known=tuple((cause.value,) for cause in Cause),
+        ),
+    }
+    GAUGES: ClassVar[Mapping[str, Metric]] = {
+        "holds": Metric("kvferry:holds", "Prompts and answers that this engine holds for other engines."),
+        "in_quarantine": Metric(
+            "kvferry:blocks_in_quarantine", "Blocks that are kept because a peer may still write into them."
         ),
     }
 
@@ -210,8 +285,17 @@ class Statistics(Observations):
         """Return the figures for the engine's periodic log line."""
         failures = sum(self.data["failures"].values())
         loads = len(self.data["bytes"])
+        others = {
+            "holds": self.data["holds"].get("", 0),
+            "failed writes": sum(self.data["failed_writes"].values()),
+            "expired holds": sum(self.data["expired_holds"].values()),
+            "prompts not held": self.data["unheld"],
+            "computed tokens": sum(self.data["computed_tokens"].values()),
+            "blocks in quarantine": self.data["in_quarantine"].get("", 0),
+        }
+        others = {name: number for name, number in others.items() if number}
         if not loads:
-            return {"loads": 0, "failed": failures}
+            return {"loads": 0, "failed": failures, **others}
         seconds, total = np.asarray(self.data["transfer_seconds"]), float(np.sum(self.data["bytes"]))
         return {
             "loads": loads,
@@ -221,13 +305,12 @@ class Statistics(Observations):
             "median descriptors": float(np.median(self.data["descriptors"])),
             "MB": round(total / 1e6, 3),
             "GB/s": round(total / 1e9 / max(float(seconds.sum()), 1e-9), 3),
+            **others,
         }
 
 
 class PrometheusMetrics(ObservationMetrics):
-    """The same observations as Prometheus histograms and a counter of failures by reason, in the API server's process,
-    which also learns why requests have failed.
-    """
+    """The same observations for Prometheus in the API server's process, which also learns why requests have failed."""
 
     OBSERVATIONS = Statistics
 

@@ -398,6 +398,8 @@ class WorkerRole:
         for result in self._rank.executor.collect(seconds) if self._rank is not None else ():
             if result.job_id not in self._orders:
                 # A write of this rank, which has reported it to the destination.
+                if result.error is not None:
+                    self._statistics.count("failed_writes", 1, result.error.reason.value)
                 self._log.write_one(result)
                 continue
             received.add(result.job_id)
