@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvferry.execution.device_merge import TILE_BITS, Merge, element_width, merge_table, prepare
 
 from kvferry.arrays import Bytes, memory_at
 from kvferry.errors import Reason, TransportError
 from kvferry.execution import device_merge
-from kvferry.execution.device_merge import TILE_BITS, Merge, element_width, merge_table, prepare
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
