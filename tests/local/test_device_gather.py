@@ -1,10 +1,10 @@
-"""The GPU kernel for merges, in Triton's interpreter on host memory: its bytes are those of numpy's copies."""
+"""Which copies pass the buffer, what their images are, and the kernel, in Triton's interpreter on host memory."""
 
 import importlib.util
-import itertools
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,17 +13,25 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvferry.execution.device_merge import TILE_BITS, Merge, element_width, merge_table, prepare
 
-from kvferry.arrays import Bytes, memory_at
-from kvferry.errors import Reason, TransportError
-from kvferry.execution import device_merge
+from kvferry.arrays import Bytes, Descriptors
+from kvferry.execution.device import HOST, Mark
+from kvferry.execution.device_gather import (
+    GATHER_BELOW,
+    HALF_BYTES,
+    GatherBuffer,
+    choose,
+    element_width,
+    images_of,
+    turned,
+)
+from kvferry.plan.block_copies import BlockCopies
+from kvferry.plan.planner import StridedCopy
 
 pytest.importorskip("triton")
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-KERNEL = "kvferry.execution.merge_kernel"
-HOST = torch.device("cpu")
+KERNEL = "kvferry.execution.gather_kernel"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,31 +47,30 @@ def interpreter() -> Iterator[None]:
 
 def forget_kernel() -> None:
     if sys.modules.pop(KERNEL, None) is not None:
-        del sys.modules["kvferry.execution"].merge_kernel  # type: ignore[attr-defined]
+        del sys.modules["kvferry.execution"].gather_kernel  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Copies whose addresses count from the beginning of a stage and of a cache, and what these must hold."""
+    """Loads between a host's memory and a cache, whose addresses count from the beginning of each."""
 
-    merges: tuple[Merge, ...]
-    stage_bytes: int
+    loads: tuple[BlockCopies, ...]
+    host_bytes: int
     cache_bytes: int
 
-    def at(self, cache: Bytes) -> list[Merge]:
-        address = int(cache.ctypes.data)
-        return [replace(merge, destination_address=merge.destination_address + address) for merge in self.merges]
-
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield stage offset, cache offset and length of every run, one after the other."""
-        for merge in self.merges:
-            for place, block in enumerate(merge.destination_blocks.tolist()):
-                for index in itertools.product(*(range(count) for count, _, _ in merge.loops)):
-                    steps = list(zip(index, merge.loops, strict=True))
-                    stage = merge.stage_offset + place * merge.stage_block_stride
-                    cache = merge.destination_address + block * merge.destination_block_stride
-                    stage += sum(step * loop[1] for step, loop in steps)
-                    yield stage, cache + sum(step * loop[2] for step, loop in steps), merge.run_bytes
+    def at(self, host: Bytes, cache: Bytes) -> list[BlockCopies]:
+        places = int(host.ctypes.data), int(cache.ctypes.data)
+        return [
+            replace(
+                each,
+                copy=replace(
+                    each.copy,
+                    source_offset=each.copy.source_offset + places[0],
+                    destination_offset=each.copy.destination_offset + places[1],
+                ),
+            )
+            for each in self.loads
+        ]
 
 
 def labelled(num_bytes: int, seed: int) -> Bytes:
@@ -74,178 +81,166 @@ def labelled(num_bytes: int, seed: int) -> Bytes:
     return aligned
 
 
-def launch(merges: Sequence[Merge], stage: Bytes, tile_bits: int = TILE_BITS) -> None:
-    copies = prepare(merges, int(stage.ctypes.data), HOST, tile_bits)
-    if copies is not None:
-        copies.merge()
+def move(rows: Descriptors, _: int = 0) -> None:
+    """Copy as the driver would."""
+    import ctypes
+
+    for source, destination, length in rows.tolist():
+        ctypes.memmove(destination, source, length)
 
 
-def put_in_place(merge: Merge, stage_address: int) -> None:
-    """Copy one merge from the stage into the cache by numpy, all blocks by one assignment."""
-    counts, stage_strides, cache_strides = zip(*merge.loops[::-1], strict=True) if merge.loops else ((), (), ())
-    blocks = merge.destination_blocks
-    in_stage = (merge.stage_block_stride, *stage_strides)
-    stage = memory_at(stage_address + merge.stage_offset, (len(blocks), *counts), in_stage, merge.run_bytes)
-    shape = (int(blocks.max()) + 1, *counts)
-    in_cache = (merge.destination_block_stride, *cache_strides)
-    memory_at(merge.destination_address, shape, in_cache, merge.run_bytes)[blocks] = stage
+def through_buffer(copies: Sequence[BlockCopies], half_bytes: int, *, is_load: bool) -> int:
+    """Copy as a job does; return how many chunks passed the buffer."""
+    buffer = GatherBuffer(HOST, half_bytes)
+    direct, images = choose(copies, half_bytes, is_load=is_load)
+    for each in direct:
+        move(each.descriptors())
+    marks: deque[Mark] = deque()
+    for chunk in (chunk for each in images for chunk in each.chunks(half_bytes)):
+        assert chunk.count * chunk.images.image.num_bytes <= half_bytes
+        buffer.launch(chunk, copy=move, under_way=marks, is_load=is_load)
+    return len(marks)
 
 
 @st.composite
-def strides(draw: st.DrawFn, counts: Sequence[int], run_bytes: int) -> tuple[list[int], int]:
-    """Return a stride for each count, in any order of nesting and with any gaps, and the bytes that all of it spans."""
+def strides(draw: st.DrawFn, counts: Sequence[int], run_bytes: int, gap: int) -> tuple[list[int], int]:
+    """Return a stride for each count, in any order of nesting and with gaps, and the bytes that all of it spans."""
     found, extent = [0] * len(counts), run_bytes
     for axis in draw(st.permutations(range(len(counts)))):
-        found[axis] = extent + draw(st.integers(0, 5))
+        found[axis] = extent + draw(st.integers(0, gap))
         extent = found[axis] * counts[axis]
     return found, extent
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Return a few copies side by side; a unit from 1 to 16 bytes makes every alignment likely."""
-    merges, stage_end, cache_end = [], 0, 0
-    for _ in range(draw(st.integers(1, 4))):
-        unit = draw(st.sampled_from([1, 2, 3, 4, 8, 16, 48]))
-        run, num_blocks = draw(st.integers(1, 40)), draw(st.integers(0, 4))
+    """Return blocks of a few copies; a unit from 1 to 16 bytes makes every alignment likely.
+
+    Copies are close together in a block of the host; in the cache each lies in a stretch of its own.
+    """
+    unit = draw(st.sampled_from([1, 2, 3, 4, 8, 16, 48]))
+    num_blocks = draw(st.integers(0, 4))
+    blocks = [np.array(draw(st.permutations(range(num_blocks + 2)))[:num_blocks], dtype=np.int64) for _ in range(2)]
+    loads, host_end, cache_end = [], 0, 0
+    for _ in range(draw(st.integers(1, 3))):
+        run = draw(st.integers(1, 30))
         counts = draw(st.lists(st.integers(1, 4), max_size=3))
-        stage_strides, stage_extent = draw(strides([*counts, num_blocks + 1], run))
-        cache_strides, cache_extent = draw(strides([*counts, num_blocks + 2], run))
-        begins = [-(-end // unit) + draw(st.integers(0, 5)) for end in (stage_end, cache_end)]
-        merges.append(
-            Merge(
-                stage_offset=begins[0] * unit,
-                stage_block_stride=stage_strides[-1] * unit,
-                destination_address=begins[1] * unit,
-                destination_block_stride=cache_strides[-1] * unit,
-                destination_blocks=np.array(draw(st.permutations(range(num_blocks + 2)))[:num_blocks], dtype=np.int64),
-                run_bytes=run * unit,
-                loops=tuple(
-                    (count, stage * unit, cache * unit)
-                    for count, stage, cache in zip(counts, stage_strides, cache_strides, strict=False)
-                ),
-            )
+        host_strides, host_extent = draw(strides(counts, run, draw(st.sampled_from([0, 0, 2]))))
+        cache_strides, cache_extent = draw(strides([*counts, num_blocks + 2], run, 5))
+        begins = host_end + draw(st.sampled_from([0, 0, 3])), cache_end + draw(st.integers(0, 5))
+        loops = tuple(
+            (count, host * unit, cache * unit)
+            for count, host, cache in zip(counts, host_strides, cache_strides, strict=False)
         )
-        stage_end, cache_end = (begins[0] + stage_extent) * unit, (begins[1] + cache_extent) * unit
-    return Case(tuple(merges), stage_end, cache_end)
-
-
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases(), st.sampled_from([7, 10]))
-def test_any_copies_move_exactly_their_bytes(case: Case, tile_bits: int) -> None:
-    stage, cache = labelled(case.stage_bytes, 0), labelled(case.cache_bytes, 1)
-    wanted_stage, wanted_cache = stage.copy(), cache.copy()
-    for at_stage, at_cache, length in case.runs():
-        wanted_cache[at_cache : at_cache + length] = stage[at_stage : at_stage + length]
-    launch(case.at(cache), stage, tile_bits)
-    assert (stage == wanted_stage).all()
-    assert (cache == wanted_cache).all()
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases())
-def test_kernel_and_numpy_do_the_same(case: Case) -> None:
-    stage, cache = labelled(case.stage_bytes, 0), labelled(case.cache_bytes, 1)
-    by_numpy = labelled(case.cache_bytes, 1)
-    for merge in case.at(by_numpy):
-        if merge.num_runs:
-            put_in_place(merge, int(stage.ctypes.data))
-    launch(case.at(cache), stage)
-    assert (cache == by_numpy).all()
-
-
-def head_merge(num_blocks: int, cache_address: int) -> list[Merge]:
-    """Two ranks' halves of [block][token][head] pages of 1 KiB tokens, 16 tokens a block."""
-    blocks = np.arange(num_blocks)[::-1]
-    half = num_blocks * 8192
-    return [
-        Merge(rank * half, 8192, cache_address + rank * 512, 16384, blocks, 512, ((16, 512, 1024),))
-        for rank in range(2)
-    ]
-
-
-def test_one_call_merges_heads_of_all_blocks() -> None:
-    stage, cache = labelled(4 * 16384, 0), labelled(4 * 16384, 1)
-    device_merge.merge(head_merge(4, int(cache.ctypes.data)), int(stage.ctypes.data), "cpu")
-    halves = stage.reshape(2, 4, 16, 512)
-    assert (cache.reshape(4, 16, 2, 512)[::-1] == halves.transpose(1, 2, 0, 3)).all()
-
-
-@pytest.mark.parametrize("loops", [(), ((1, 0, 0),)])
-def test_a_long_run_is_cut_into_tiles(loops: tuple[tuple[int, int, int], ...]) -> None:
-    stage, cache = labelled(40_032, 0), labelled(40_032, 1)
-    merge = Merge(0, 40_032, int(cache.ctypes.data), 40_032, np.array([0]), 40_016, loops)
-    table = merge_table([merge], int(stage.ctypes.data))
-    assert table is not None
-    assert table.num_tiles == 3
-    rest = cache[40_016:].copy()
-    launch([merge], stage)
-    assert (cache[:40_016] == stage[:40_016]).all()
-    assert (cache[40_016:] == rest).all()
-
-
-def test_counts_beyond_32_bits_are_counted_in_64() -> None:
-    short = Merge(0, 1, 0, 1, np.array([0]), 1, ((1 << 16, 1, 1), ((1 << 15) - 1, 1 << 16, 1 << 16)))
-    table, wider = (
-        merge_table([merge], 0)
-        for merge in (short, replace(short, loops=((1 << 16, 1, 1), (1 << 15, 1 << 16, 1 << 16))))
+        copy = StridedCopy(begins[0] * unit, begins[1] * unit, run * unit, loops)
+        loads.append(BlockCopies(copy, 0, cache_strides[-1] * unit, *blocks))
+        host_end, cache_end = begins[0] + host_extent, begins[1] + cache_extent
+    stride = (host_end + draw(st.sampled_from([0, 1]))) * unit
+    return Case(
+        tuple(replace(each, source_block_stride=stride) for each in loads), stride * (num_blocks + 2), cache_end * unit
     )
-    assert table is not None
-    assert wider is not None
-    assert (table.is_wide, wider.is_wide) == (False, True)
-    stage, cache = labelled(4096, 0), labelled(4096, 1)
-    copies = prepare([Merge(0, 4096, int(cache.ctypes.data), 4096, np.array([0]), 4096, ())], stage.ctypes.data, HOST)
-    assert copies is not None
-    replace(copies, is_wide=True).merge()
-    assert (cache == stage).all()
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(cases(), st.sampled_from([64, 512, 1 << 14]), st.booleans())
+def test_any_copies_move_exactly_their_bytes(case: Case, half_bytes: int, is_load: bool) -> None:
+    host, cache = labelled(case.host_bytes, 0), labelled(case.cache_bytes, 1)
+    wanted = host.copy(), cache.copy()
+    for each in case.at(*wanted):
+        move((each if is_load else turned(each)).descriptors())
+    copies = case.at(host, cache)
+    through_buffer(copies if is_load else list(map(turned, copies)), half_bytes, is_load=is_load)
+    assert (host == wanted[0]).all()
+    assert (cache == wanted[1]).all()
+
+
+def block(*copies: StridedCopy, ids: Sequence[int] = (0,)) -> list[BlockCopies]:
+    blocks = np.array(ids, dtype=np.int64)
+    return [BlockCopies(copy, 1 << 40, 1 << 40, blocks, blocks) for copy in copies]
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+@pytest.mark.parametrize(("run_bytes", "passes"), [(GATHER_BELOW - 16, True), (GATHER_BELOW, False)])
+def test_short_pieces_pass_the_buffer_and_long_ones_do_not(run_bytes: int, passes: bool, is_load: bool) -> None:
+    copies = block(StridedCopy(0, 1 << 30, run_bytes, ((4, run_bytes, 1 << 20),)))
+    copies = copies if is_load else list(map(turned, copies))
+    direct, images = choose(copies, HALF_BYTES, is_load=is_load)
+    assert (len(direct), len(images)) == ((0, 1) if passes else (1, 0))
+    if passes:
+        [chunk] = images[0].chunks(HALF_BYTES)
+        [[source, destination, length]] = chunk.rows(1 << 35, is_load=is_load).tolist()
+        assert (source, destination, length) == ((0, 1 << 35) if is_load else (1 << 35, 0)) + (4 * run_bytes,)
+
+
+def test_pieces_that_adjoin_nothing_at_the_host_do_not_pass_the_buffer() -> None:
+    apart = block(StridedCopy(0, 1 << 30, 4096, ((4, 8192, 4096),)))
+    assert choose(apart, HALF_BYTES, is_load=True)[1] == []
+    # Two kinds of pieces that fill each other's gaps do.
+    both = block(*(StridedCopy(each * 4096, each << 30, 4096, ((4, 8192, 4096),)) for each in (0, 1)))
+    direct, [images] = choose(both, HALF_BYTES, is_load=True)
+    assert (direct, images.image.rows.tolist()) == ([], [[0, 8 * 4096]])
+
+
+def test_layers_in_allocations_of_their_own_become_one_copy_of_a_block() -> None:
+    """36 layers anywhere in the device's memory, 8 heads of 16 tokens, 512 bytes each: 4,608 pieces."""
+    places = np.random.default_rng(0).permutation(36) << 32
+    layers = [
+        StridedCopy(layer * 8192, int(place), 512, ((16, 512, 4096), (8, 36 * 8192, 512)))
+        for layer, place in enumerate(places)
+    ]
+    direct, [images] = choose(list(map(turned, block(*layers, ids=range(40)))), HALF_BYTES, is_load=False)
+    assert not direct
+    assert images.image.rows.tolist() == [[0, 36 * 8 * 8192]]
+    assert {int(width) for width in images.image.table[:, 1]} == {16}
+    assert [chunk.count for chunk in images.chunks(HALF_BYTES)] == [14, 14, 12]
+
+
+def test_a_block_larger_than_half_of_the_buffer_is_cut_and_each_byte_passes_once() -> None:
+    one = StridedCopy(0, 0, 1 << 16, ((16, 1 << 16, 1 << 22), (64, 1 << 20, 1 << 16)))
+    (images, others) = images_of(((one, 1 << 30),), HALF_BYTES)
+    assert not others
+    rows = [[image.host_offset + begin, length] for image in images for begin, length in image.rows.tolist()]
+    assert rows == [[each * HALF_BYTES, HALF_BYTES] for each in range(2)]
+
+
+def test_a_long_run_is_cut_into_tiles() -> None:
+    host, cache = labelled(80_032, 0), labelled(90_000, 1)
+    case = Case(tuple(block(StridedCopy(0, 16, 40_016, ((2, 40_016, 45_008),)))), host.nbytes, cache.nbytes)
+    rest = cache.copy()
+    assert through_buffer(case.at(host, cache), 1 << 17, is_load=True) == 1
+    (image,), _ = images_of(tuple((each.copy, 0) for each in case.loads), 1 << 17)
+    assert image.num_tiles == 5
+    rest[16:40_032], rest[45_024:85_040] = host[:40_016], host[40_016:80_032]
+    assert (cache == rest).all()
 
 
 @pytest.mark.parametrize("width", [16, 8, 4, 2, 1])
-@pytest.mark.parametrize("odd", ["stage", "cache", "run", "stride", "block stride"])
+@pytest.mark.parametrize("odd", ["host", "cache", "run", "host stride", "cache stride", "block stride"])
 def test_the_least_aligned_number_decides_the_width(width: int, odd: str) -> None:
-    numbers = dict.fromkeys(["stage", "cache", "run", "stride", "block stride"], 4096) | {odd: 4096 + width}
-    merge = Merge(
-        stage_offset=numbers["stage"],
-        stage_block_stride=8192,
-        destination_address=numbers["cache"],
-        destination_block_stride=numbers["block stride"],
-        destination_blocks=np.array([0]),
-        run_bytes=numbers["run"],
-        loops=((2, 1 << 16, numbers["stride"]),),
-    )
-    table = merge_table([merge], 1 << 30)
-    assert table is not None
-    assert table.merges[0, 1] == width == element_width(*numbers.values())
+    numbers = dict.fromkeys(["host", "cache", "run", "host stride", "cache stride", "block stride"], 4096)
+    numbers[odd] += width
+    loops = ((2, numbers["host stride"], numbers["cache stride"]),)
+    # The image begins at the first copy, which is aligned.
+    copies = [StridedCopy(0, 0, 4096), StridedCopy(numbers["host"], numbers["cache"], numbers["run"], loops)]
+    (image,), _ = images_of(tuple((copy, numbers["block stride"]) for copy in copies), HALF_BYTES)
+    assert image.table[1, 1] == width == element_width(*numbers.values())
 
 
-def test_nothing_to_copy_is_no_launch() -> None:
-    none = Merge(0, 16, 0, 16, np.empty(0, dtype=np.int64), 16, ())
-    assert prepare([], 0, HOST) is None
-    assert prepare([none], 0, HOST) is None
-
-
-def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_kernel()
-    monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(TransportError) as caught:
-        prepare([], 0, HOST)
-    assert caught.value.reason is Reason.MISSING_DEPENDENCY
-    monkeypatch.undo()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        importlib.import_module(KERNEL)
+def test_no_block_is_no_launch() -> None:
+    assert choose(block(StridedCopy(0, 1 << 30, 16, ((4, 16, 64),)), ids=()), HALF_BYTES, is_load=True) == ([], [])
 
 
 COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvferry.execution.merge_kernel import copy_tiles
-constants = {"NUM_LOOPS": 2, "TILE_BITS": 10, "WIDE": False}
-signature = {"merges": "*i64", "blocks": "*i64", "num_merges": "i32", "num_halvings": "i32"}
-signature |= dict.fromkeys(constants, "constexpr")
-source = ASTSource(fn=copy_tiles, signature=signature, constexprs=constants)
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+from kvferry.execution.gather_kernel import copy_tiles
+numbers = "first_block", "image_bytes", "num_tiles", "num_copies", "num_halvings", "num_loops"
+signature = {"table": "*i64"} | dict.fromkeys(numbers, "i32") | {"buffer_address": "i64"}
+signature |= dict.fromkeys(("TO_BUFFER", "TILE_BITS"), "constexpr")
+for to_buffer in (True, False):
+    source = ASTSource(fn=copy_tiles, signature=signature, constexprs={"TO_BUFFER": to_buffer, "TILE_BITS": 10})
+    print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"], "=" * 9)
 """
 
 
@@ -255,5 +250,6 @@ def test_the_kernel_compiles_for_a_gpu_and_moves_16_bytes_at_once(tmp_path: Path
     command = [sys.executable, "-c", COMPILE]
     program = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert program.returncode == 0, program.stderr
-    for instruction in ("ld.global.v2.b64", "st.global.v2.b64", "st.global.b8", "st.global.b16", "st.global.b32"):
-        assert instruction in program.stdout
+    for compiled in program.stdout.split("=========")[:2]:
+        for instruction in ("ld.global.v2.b64", "st.global.v2.b64", "st.global.b8", "st.global.b16", "st.global.b32"):
+            assert instruction in compiled

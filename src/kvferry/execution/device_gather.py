@@ -29,6 +29,7 @@ import numpy as np
 from kvferry.arrays import Descriptors, Integers, Offsets
 from kvferry.execution import memory
 from kvferry.execution.device import OVER, DeviceOrder, Mark
+from kvferry.execution.memory import as_bytes
 from kvferry.layout.shard import HOST_DEVICE
 from kvferry.plan.block_copies import BlockCopies
 from kvferry.plan.planner import StridedCopy, coalesce, merge_rows
@@ -108,7 +109,7 @@ class Chunk:
 
 
 def choose(
-    copies: Sequence[BlockCopies], *, is_load: bool, half_bytes: int = HALF_BYTES
+    copies: Sequence[BlockCopies], half_bytes: int, *, is_load: bool
 ) -> tuple[list[BlockCopies], list[BlockImages]]:
     """Return the copies that the driver makes as they are, and images for the others.
 
@@ -255,17 +256,17 @@ class Half:
 
 
 class GatherBuffer:
-    """The buffer of one rank, :data:`HALF_BYTES` twice, with the compiled kernel.
+    """The buffer of one rank, two halves of ``half_bytes``, with the compiled kernel.
 
     Raises what torch and triton raise, where the device has no room or the kernel cannot be compiled. Made by a thread
     that has used the device; used by one thread.
     """
 
-    def __init__(self, order: DeviceOrder, half_bytes: int = HALF_BYTES) -> None:
+    def __init__(self, order: DeviceOrder, half_bytes: int) -> None:
         self._kernel = kernel()
         self._order, self.half_bytes = order, half_bytes
-        self._memory, region = memory.allocate(2 * half_bytes, order.device)
-        begin = region.base_address
+        self._memory, self._region = memory.allocate(2 * half_bytes, order.device)
+        begin = self._region.base_address
         self._halves = cycle((Half(begin), Half(begin + half_bytes)))
         self._copies = order.new_stream()
         # Triton compiles with the first launch: here, and not while a request waits.
@@ -302,6 +303,10 @@ class GatherBuffer:
             half.end = second.mark()
             under_way.append(half.end)
 
+    def clear(self) -> None:
+        """Launch zeros for the whole buffer on the calling thread's stream. No chunk is under way."""
+        as_bytes(self._region).zero_()
+
     def _run(self, chunk: Chunk, buffer_address: int, *, to_buffer: bool) -> None:
         """Launch the kernel on the calling thread's stream."""
         images = chunk.images
@@ -329,7 +334,7 @@ def take_buffer(order: DeviceOrder) -> GatherBuffer | None:
     The buffer is memory of the device beside the engine's caches, which no limit of the engine's counts.
     """
     try:
-        buffer = GatherBuffer(order)
+        buffer = GatherBuffer(order, HALF_BYTES)
     except Exception as error:
         # Whatever torch, triton and the C compiler that triton calls have to say: offload works without the buffer.
         told = "kvferry: offload on %s copies each piece of a cache by itself, which is slow where pieces are short: %s"

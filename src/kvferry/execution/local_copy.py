@@ -290,7 +290,7 @@ class PinnedCopying:
         self._in_flight: deque[Mark] = deque()
         self._chunks: deque[Callable[[], None]] = deque()
         if buffer is not None:
-            copies, images = choose(copies, is_load=is_load, half_bytes=buffer.half_bytes)
+            copies, images = choose(copies, buffer.half_bytes, is_load=is_load)
             launch = partial(buffer.launch, copy=driver.launch, under_way=self._in_flight, is_load=is_load)
             self._chunks.extend(partial(launch, chunk) for each in images for chunk in each.chunks(buffer.half_bytes))
         rows = np.concatenate([np.empty((0, 3), np.uint64), *(each.descriptors() for each in copies)])

@@ -73,6 +73,9 @@ class SlabTrial:
             out = [trip.request(trip.labelled, trip.away) for trip in self._trips]
             self._await(LocalCopy("trial store", stores, 0, out, labelled, pinned.copying, fills_blocks=False))
             back = [trip.request(trip.away, trip.returned) for trip in self._trips]
+            if self._buffer is not None:
+                # The load would find there what the store has gathered, also where the driver has copied nothing.
+                self._buffer.clear()
             stored = self._order.mark()
             self._await(LocalCopy("trial load", loads, 0, back, stored, pinned.copying, fills_blocks=True))
             content.compare()
