@@ -253,7 +253,7 @@ class PinnedMemory:
     """
 
     def __init__(self, region: Region, order: DeviceOrder, buffer: GatherBuffer | None = None) -> None:
-        self._region, self._order, self._buffer = region, order, buffer
+        self._region, self._order, self.buffer = region, order, buffer
         self._driver = HostCopies(order.device)
         self._driver.pin(region.base_address, region.length)
         self._is_pinned = True
@@ -262,7 +262,7 @@ class PinnedMemory:
         """Return these copies, not begun. They are launched by the thread that advances them, on its own stream."""
         begin, end = self._region.base_address, self._region.base_address + self._region.length
         is_load = any(begin <= each.copy.source_offset < end for each in copies)
-        return PinnedCopying(copies, self._driver, self._order, self._buffer, is_load=is_load)
+        return PinnedCopying(copies, self._driver, self._order, self.buffer, is_load=is_load)
 
     def close(self) -> None:
         """Unpin the memory, which no copy may use any more; twice is fine."""
