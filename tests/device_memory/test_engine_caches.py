@@ -128,7 +128,7 @@ def test_a_worker_starts_on_the_engines_own_views(model: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("model", ["full attention and windows", "states"])
 def test_an_offload_worker_starts_on_the_engines_own_views(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = DeviceRank(MODELS[model]("BLHNC"))
+    rank = DeviceRank(MODELS[model]("BLHNC" if model == "states" else "LBNHC"))
     monkeypatch.setattr(worker_offload, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(worker_offload, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
     monkeypatch.setattr(worker_offload, "device_order", lambda devices: (list(devices), ImmediateOrder())[1])
