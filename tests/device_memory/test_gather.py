@@ -1,7 +1,10 @@
 """Short pieces through the buffer: the kernel's own code, the driver's copies, and streams in any order."""
 
 import ctypes
+import inspect
 import random
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -107,6 +110,8 @@ class Streams:
     """One rank with a slab, on streams of which the test says which does its next launch."""
 
     def __init__(self) -> None:
+        standin_driver.reset()
+        standin_kernel.launches.clear()
         self.cuda = FakeCuda.of_this_thread(DEVICE)
         self.engine = self.cuda.current_stream(DEVICE)
         order = CudaOrder(DEVICE, self.cuda)
@@ -192,6 +197,42 @@ def test_bytes_are_right_in_whatever_order_the_streams_run(order: str, kinds: li
     assert not jobs, "the streams wait for each other"
     assert standin_kernel.launches[2:].count(False in kinds) == 6
     assert not streams.engine.num_waiting, "the engine's stream waits for nothing"
+
+
+MUTANTS: dict[str, tuple[Any, str, str, str]] = {
+    "no wait between kernel and copy": (GatherBuffer, "launch", "second.wait_for(first.mark())", "pass"),
+    "no wait for the half": (GatherBuffer, "launch", "first.wait_for(half.end)", "pass"),
+    "the kernel in another half": (GatherBuffer, "launch", "chunk, half.address", "chunk, next(self._halves).address"),
+    "one half twice": (GatherBuffer, "__init__", "Half(begin + half_bytes)", "Half(begin)"),
+    "an end before the second step": (GatherBuffer, "launch", "half.end = second.mark()", "half.end = first.mark()"),
+    "no end waited for": (PinnedCopying, "is_over", " and not self._in_flight", ""),
+    "elements twice as wide": (device_gather, "element_width", "% width", "% max(1, width // 2)"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_broken_line_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, right, wrong = MUTANTS[mutant]
+    kept = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(getattr(kept, "fget", kept)))
+    assert right in source
+    made: dict[str, Any] = {}
+    module = owner if owner is device_gather else sys.modules[owner.__module__]
+    exec(compile(source.replace(right, wrong), mutant, "exec"), vars(module), made)
+    monkeypatch.setattr(owner, name, made[name])
+    device_gather.images_of.cache_clear()
+    found = []
+    for order in list(ORDERS)[:2]:
+        for is_load in (False, True):
+            try:
+                test_bytes_are_right_in_whatever_order_the_streams_run(order, [is_load])
+            except Exception:  # an assertion's, inside the interpreter another
+                found.append((order, is_load))
+                break
+        if found:
+            break
+    device_gather.images_of.cache_clear()
+    assert found, "the mutant survives"
 
 
 def test_few_chunks_are_under_way_and_a_job_that_is_given_up_ends_with_them() -> None:
