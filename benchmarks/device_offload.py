@@ -3,9 +3,10 @@
     python benchmarks/device_offload.py --json device_offload.json
 
 A case is one rank of a model with 8 KV heads of 128 channels in two bytes, whose request of scattered blocks is stored
-in a slab and loaded again by jobs of a transfer thread, as the connector does. Jobs and large copies take turns; the
-result is the median of their times as the thread that submits sees them. Before that the bytes of a store and a load
-are compared.
+in a slab and loaded again by jobs of a transfer thread, as the connector does: with the buffer for short pieces, and
+without it, where the driver copies each piece. Jobs and large copies take turns; the result is the median of their
+times as the thread that submits sees them. Before that the bytes of a store one way and a load the other way are
+compared.
 """
 
 import json
@@ -25,6 +26,7 @@ from rich.table import Table
 
 from kvferry.cli.console import open_console
 from kvferry.execution.device import device_order
+from kvferry.execution.device_gather import take_buffer
 from kvferry.execution.executor import Executor
 from kvferry.execution.local_copy import LocalCopy, LocalRoute, PinnedMemory
 from kvferry.layout.dense import shard_for
@@ -35,8 +37,9 @@ from kvferry.plan.request import GroupBlocks
 from kvferry.tiers.slab_memory import SlabMemory
 
 LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE, ITEMSIZE = 36, 16, 8, 128, 2
-LAYOUTS = (NamedLayout.BHLNC, NamedLayout.BLHNC, NamedLayout.LBHNC, NamedLayout.LBNHC)
+RATES = ("store", "load", "store by pieces", "load by pieces", "store by torch", "load by torch")
 JOB_SECONDS = 60.0
+PIECEWISE_REPEAT = 3
 NO_DEVICE = 2
 
 
@@ -51,6 +54,8 @@ class Row:
     runs: int
     store_gb_s: float
     load_gb_s: float
+    piecewise_store_gb_s: float
+    piecewise_load_gb_s: float
     torch_store_gb_s: float
     torch_load_gb_s: float
 
@@ -83,13 +88,17 @@ class Bench:
         slab = msgspec.structs.replace(slab, regions=(self.slab.region,))
         self.stores, self.loads = LocalRoute(shards, slab, own=[0]), LocalRoute([slab], shards[0], own=[0])
         self.order = device_order([device])
-        self.pinned = PinnedMemory(self.slab.region, self.order)
+        self.buffer = take_buffer(self.order)
+        if self.buffer is None:
+            typer.echo("no buffer can be taken; the log says why.", err=True)
+            raise typer.Exit(NO_DEVICE)
+        self.pinned = PinnedMemory(self.slab.region, self.order, self.buffer)
         self.executor = Executor(order=self.order)
         self.ids = np.random.default_rng(0).permutation(self.num_blocks)
         self.runs = 0
 
-    def copy(self, *, is_load: bool) -> None:
-        """Store or load the request."""
+    def copy(self, *, is_load: bool, by_piece: bool = False) -> None:
+        """Store or load the request; ``by_piece`` without the buffer."""
         here, there = self.ids, self.ids[::-1]
         blocks = GroupBlocks(
             group="full",
@@ -99,19 +108,20 @@ class Bench:
             destination_block_ids=here if is_load else there,
         )
         route, after = (self.loads if is_load else self.stores), self.order.mark()
+        self.pinned.buffer = None if by_piece else self.buffer
         self.executor.submit(LocalCopy("copy", route, 0, [blocks], after, self.pinned.copying, fills_blocks=is_load))
         [result] = self.executor.collect(JOB_SECONDS)
         if result.error is not None:
             raise result.error
         self.runs = result.num_descriptors
 
-    def is_exact(self) -> bool:
-        """Return whether a load brings back what a store has taken."""
+    def is_exact(self, *, by_piece: bool) -> bool:
+        """Return whether a load brings back what a store has taken, where only one of the two uses the buffer."""
         content = torch.randint(0, 256, self.cache.shape, dtype=torch.uint8, device=self.cache.device)
         self.cache.copy_(content)
-        self.copy(is_load=False)
+        self.copy(is_load=False, by_piece=by_piece)
         self.cache.zero_()
-        self.copy(is_load=True)
+        self.copy(is_load=True, by_piece=not by_piece)
         return torch.equal(self.cache, content)
 
     def close(self) -> None:
@@ -131,7 +141,7 @@ def main(
         typer.echo("this benchmark needs a CUDA device, and torch finds none: no measurement.", err=True)
         raise typer.Exit(NO_DEVICE)
     device = "cuda:0"
-    cases = product(LAYOUTS, (1, 2), map(int, tokens.split(",")))
+    cases = product(NamedLayout, (1, 2), map(int, tokens.split(",")))
     rows = [measure(layout, tp_size, number, device, repeat) for layout, tp_size, number in cases]
     print_rows(rows, torch.cuda.get_device_name(device))
     if json_path is not None:
@@ -142,7 +152,7 @@ def main(
 def measure(layout: NamedLayout, tp_size: int, tokens: int, device: str, repeat: int) -> Row:
     """Time one case."""
     bench = Bench(layout, tp_size, tokens, device)
-    if not bench.is_exact():
+    if not (bench.is_exact(by_piece=False) and bench.is_exact(by_piece=True)):
         typer.echo(f"wrong bytes: {layout}, TP {tp_size}, {tokens} tokens", err=True)
         raise typer.Exit(1)
     num_bytes = bench.cache.numel()
@@ -153,7 +163,14 @@ def measure(layout: NamedLayout, tp_size: int, tokens: int, device: str, repeat:
         lambda: _finished(on_host.copy_(bench.cache, non_blocking=True), device),
         lambda: _finished(bench.cache.copy_(on_host, non_blocking=True), device),
     ]
-    rates = [num_bytes / seconds / 1e9 for seconds in medians(operations, repeat)]
+    by_piece = [
+        lambda: bench.copy(is_load=False, by_piece=True),
+        lambda: bench.copy(is_load=True, by_piece=True),
+    ]
+    # These may take seconds each.
+    store, load, *by_torch = medians(operations, repeat)
+    seconds = [store, load, *medians(by_piece, min(repeat, PIECEWISE_REPEAT)), *by_torch]
+    rates = [num_bytes / each / 1e9 for each in seconds]
     bench.close()
     return Row(layout.value, tp_size, tokens, num_bytes, bench.runs, *rates)
 
@@ -177,10 +194,11 @@ def medians(operations: Sequence[Callable[[], None]], repeat: int) -> list[float
 def print_rows(rows: Sequence[Row], device: str) -> None:
     """Print one line for each case."""
     table = Table(title=f"Between {device} and a pinned slab, GB/s")
-    for column in ("layout", "TP", "tokens", "bytes", "runs", "store", "load", "store by torch", "load by torch"):
+    for column in ("layout", "TP", "tokens", "bytes", "runs", *RATES):
         table.add_column(column, justify="left" if column == "layout" else "right")
     for row in rows:
-        rates = (row.store_gb_s, row.load_gb_s, row.torch_store_gb_s, row.torch_load_gb_s)
+        gathered, by_piece = (row.store_gb_s, row.load_gb_s), (row.piecewise_store_gb_s, row.piecewise_load_gb_s)
+        rates = *gathered, *by_piece, row.torch_store_gb_s, row.torch_load_gb_s
         counts = row.tp_size, row.tokens, row.bytes, row.runs
         table.add_row(row.layout, *map(str, counts), *(f"{rate:.1f}" for rate in rates))
     open_console().print(table)

@@ -159,7 +159,7 @@ PARTS = (
     ),
     Part(
         "offload rate",
-        "bytes per second from the device to a pinned slab and back, and of one large copy by torch",
+        "bytes per second to a pinned slab and back: through the buffer, piece by piece, and one large copy by torch",
         ("benchmarks/device_offload.py",),
         _needs_torch,
     ),

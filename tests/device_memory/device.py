@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from kvferry.execution import device as device_module
-from kvferry.execution import digests, memory, trial
-from kvferry.execution.device import OVER, Mark
+from kvferry.execution import device_gather, digests, memory, trial
+from kvferry.execution.device import OVER, HostStream, Mark, Stream
 from kvferry.layout.shard import Region
 from kvferry.transport import nixl, registry
 
 from ..local import cache_memory
 from ..local.cache_memory import Cache
-from . import standin_driver, standin_nixl
+from . import standin_driver, standin_kernel, standin_nixl
 from .device_tensor import tensor_at, to
 from .standin_transport import FACTORY
 from .untouchable import DEVICE, DeviceMemory
@@ -26,13 +26,19 @@ def install(patch: pytest.MonkeyPatch) -> None:
     for name in ("nixl", "cma", "memcpy"):
         patch.setitem(registry.FACTORIES, name, FACTORY)
     patch.setattr(memory, "allocate", allocate)
-    for module in (digests, trial):
+    for module in (device_gather, digests, trial):
         patch.setattr(module, "as_bytes", as_bytes)
     patch.setattr(torch.Tensor, "to", to)
     standin_driver.reset()
+    standin_kernel.install(patch)
+    patch.setattr(device_gather, "HALF_BYTES", 1 << 16)
     patch.setattr(device_module, "_load", lambda _: standin_driver.LIBRARY)
     patch.setattr(cache_memory, "caches", DeviceCaches())
     torch.set_num_threads(1)  # this process is a fork, which has none of its parent's threads
+
+
+class ImmediateStream(HostStream):
+    handle = standin_driver.IMMEDIATE
 
 
 class ImmediateOrder:
@@ -47,8 +53,10 @@ class ImmediateOrder:
     def mark(self) -> Mark:
         return OVER
 
-    def stream(self) -> int:
-        return standin_driver.IMMEDIATE
+    def stream(self) -> Stream:
+        return ImmediateStream()
+
+    new_stream = stream
 
 
 class DeviceCaches:

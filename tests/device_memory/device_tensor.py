@@ -66,11 +66,11 @@ class DeviceTensor(torch.Tensor):
             if name == "untyped_storage":
                 return _storage(args[0])
             if name in ("cpu", "to") and (device := _target(name, args, kwargs)) is not None:
-                return _on_host(args[0]).clone() if device.type == "cpu" else args[0]
-            on_device, on_host = _tensors([args, kwargs])
-            if name not in _COPIES_FROM_HOST and any(each.dim() for each in on_host):
+                return on_host(args[0]).clone() if device.type == "cpu" else args[0]
+            on_device, of_host = _tensors([args, kwargs])
+            if name not in _COPIES_FROM_HOST and any(each.dim() for each in of_host):
                 raise RuntimeError(f"{name}: expected all tensors to be on the same device, {DEVICE} and cpu")
-            result = function(*_on_host(args), **_on_host(kwargs))
+            result = function(*on_host(args), **on_host(kwargs))
             if name in _DESCRIBES:
                 return result
             return _on_device(result, [each.untyped_storage() for each in on_device])
@@ -138,7 +138,7 @@ def _storage(tensor: torch.Tensor) -> DeviceStorage:
     return DeviceStorage(storage.data_ptr(), storage.nbytes())
 
 
-def _on_host(given: Any) -> Any:
+def on_host(given: Any) -> Any:
     """Return arguments with tensors of the second mapping in the place of the device's."""
     if isinstance(given, DeviceTensor):
         plain, storage = given.as_subclass(torch.Tensor), given.untyped_storage()
@@ -148,9 +148,9 @@ def _on_host(given: Any) -> Any:
         second = torch.frombuffer(_bytes_at(reachable(address, length), length), dtype=torch.uint8)
         return _moved(plain, second.untyped_storage())
     if isinstance(given, dict):
-        return {name: _on_host(each) for name, each in given.items()}
+        return {name: on_host(each) for name, each in given.items()}
     if isinstance(given, list | tuple):
-        return type(given)(map(_on_host, given)) if type(given) in (list, tuple) else given
+        return type(given)(map(on_host, given)) if type(given) in (list, tuple) else given
     return given
 
 

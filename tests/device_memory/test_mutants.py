@@ -63,11 +63,15 @@ SCENARIOS: dict[str, Callable[[Patch], object]] = {
 
 TOUCHES = {
     "execution.device:HostCopies.launch": "offload",
+    "execution.device_gather:Chunk.rows": "offload",
+    "execution.device_gather:choose": "offload",
+    "execution.device_gather:GatherBuffer.launch": "offload",
     "execution.digests:DeviceCells.sums": "load",
     "execution.digests:PartCells.__init__": "load",
     "execution.digests:GroupCells._received": "load",
     "execution.local_copy:_descriptors": "offload",
     "execution.local_copy:batch_ends": "offload",
+    "execution.local_copy:PinnedMemory.copying": "offload",
     "execution.memory:placed": "worker",
     "execution.trial:_bytes_of": "worker",
     "execution.trial:views_of": "doctor",
@@ -255,7 +259,6 @@ def parts_of(value: Any) -> list[str]:
 
 
 HOST_ONLY = {
-    "execution.device_merge": "no engine uses it yet: tests/local/test_device_merge.py",
     "integrations.vllm.connector": "passes the views on",
     "integrations.vllm.offload_connector": "passes the views on",
     "integrations.vllm.scheduler.offload_tiers": "a slab is host memory",

@@ -35,7 +35,7 @@ from ..local.test_local_copy import BLOCK_SIZE, CASES, Copies, Ranks
 from ..pure.arrangements import attention, hybrid
 from ..support.oracle import Arena, RankMemory, strided_memory
 from ..waits import wait_until
-from . import standin_driver
+from . import standin_driver, standin_kernel
 from .device import ImmediateOrder
 from .device_tensor import tensor_at
 from .test_trial import SHARDS, placed, views_of
@@ -225,8 +225,9 @@ def on_streams(
     make_rank: Callable[..., Rank], cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Rank, FakeStream, FakeStream]]:
     """A ready rank, the engine's stream and that of the rank's transfer thread."""
-    # Streams here do nothing until the test runs them.
+    # Streams here do nothing until the test runs them. Those of the buffer: test_gather.py.
     monkeypatch.setattr(SlabTrial, "run", lambda _: SimpleNamespace(num_bytes=0, seconds=0.0))
+    monkeypatch.setattr(worker_offload, "take_buffer", lambda _: None)
     engine = cuda.current_stream(DEVICE)
     rank = make_rank(CudaOrder(DEVICE, cuda))
     copies = cuda.streams[-1]
@@ -536,6 +537,7 @@ def test_an_engine_on_a_device_runs_the_trial_before_it_is_ready(
     rank = make_rank(ImmediateOrder())
     assert not rank.memory.content.any()
     assert len(standin_driver.batches) == 2
+    assert standin_kernel.launches[-2:] == [True, False], "short pieces pass the buffer"
     assert rank.open() == RankReport(num_ready=1)
     monkeypatch.setattr(standin_driver, "_move", lambda _: None)
     with pytest.raises(TransportError) as caught:

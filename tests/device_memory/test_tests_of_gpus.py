@@ -4,13 +4,13 @@ import pytest
 
 from ..gpu import test_cell_sums, test_offload_copies
 from ..gpu.test_cell_sums import test_sums_of_the_device_are_those_of_the_processor
-from ..gpu.test_offload_copies import opened, test_stored_blocks_are_loaded_byte_by_byte, test_windows
+from ..gpu.test_offload_copies import opened, test_every_layout_through_the_buffer, test_windows
 from .device import ImmediateOrder
 from .standin_transport import SuiteMemory
 
 __all__ = [
     "opened",
-    "test_stored_blocks_are_loaded_byte_by_byte",
+    "test_every_layout_through_the_buffer",
     "test_sums_of_the_device_are_those_of_the_processor",
     "test_windows",
 ]

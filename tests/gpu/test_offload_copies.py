@@ -11,6 +11,7 @@ import torch
 
 from kvferry.arrays import Bytes
 from kvferry.execution.device import OVER, Mark, device_order
+from kvferry.execution.device_gather import GatherBuffer, take_buffer
 from kvferry.execution.executor import Executor, JobResult
 from kvferry.execution.local_copy import BATCH_BYTES, LocalCopy, LocalRoute, PinnedMemory
 from kvferry.layout.dense import shard_for
@@ -32,14 +33,17 @@ CLOCK_CYCLES = 500_000_000
 class GpuCopies(Copies):
     """Engines on the device, a slab in pinned host memory. The oracle labels copies of the engines' memory."""
 
-    def __init__(self, stores: Ranks, loads: Ranks, engine_blocks: int = 1, selector: int = 0) -> None:
+    def __init__(
+        self, stores: Ranks, loads: Ranks, engine_blocks: int = 1, selector: int = 0, half_bytes: int = 0
+    ) -> None:
         self.order = device_order([DEVICE])
         self.on_device: list[tuple[CudaMemory, Bytes]] = []
         super().__init__(stores, loads, engine_blocks, selector)
         address = int(self.buffer.ctypes.data)
         begin = address // 4096 * 4096
         # Not a page more: it may not be mapped, and then cannot be pinned.
-        self.pinned = PinnedMemory(Region(begin, address + self.buffer.nbytes - begin), self.order)
+        gather = GatherBuffer(self.order, half_bytes) if half_bytes else None
+        self.pinned = PinnedMemory(Region(begin, address + self.buffer.nbytes - begin), self.order, gather)
         self.copying = self.pinned.copying
 
     def placed(self, shard: Shard) -> RankMemory:
@@ -69,25 +73,41 @@ def opened() -> Iterator[list[GpuCopies]]:
         copies.close()
 
 
-@pytest.mark.parametrize("selector", [0, 3])
+HALVES = [0, 1 << 11, 1 << 20]
+"""Half of the buffer for short pieces: none, one that most blocks exceed, and one for all."""
+
+
+@pytest.mark.parametrize("half_bytes", HALVES)
 @pytest.mark.parametrize("case", CASES)
-def test_stored_blocks_are_loaded_byte_by_byte(case: str, selector: int, opened: list[GpuCopies]) -> None:
-    opened.append(copies := GpuCopies(*CASES[case], selector=selector))
+def test_stored_blocks_are_loaded_byte_by_byte(case: str, half_bytes: int, opened: list[GpuCopies]) -> None:
+    opened.append(copies := GpuCopies(*CASES[case], selector=3, half_bytes=half_bytes))
     copies.check()
     assert {result.transport for result in (*copies.stored, *copies.loaded)} == {"cuda"}
 
 
+@pytest.mark.parametrize("half_bytes", HALVES[:2])
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 2), (2, 1)])
-def test_windows(source_tp: int, target_tp: int, opened: list[GpuCopies]) -> None:
+def test_windows(source_tp: int, target_tp: int, half_bytes: int, opened: list[GpuCopies]) -> None:
     stores, loads = (Ranks(tp=tp, kind=CacheKind.SLIDING_WINDOW, window=16) for tp in (source_tp, target_tp))
-    opened.append(copies := GpuCopies(stores, loads))
+    opened.append(copies := GpuCopies(stores, loads, half_bytes=half_bytes))
+    copies.check()
+
+
+@pytest.mark.parametrize("layout", NamedLayout)
+@pytest.mark.parametrize("kind", [CacheKind.ATTENTION, CacheKind.MLA])
+def test_every_layout_through_the_buffer(layout: NamedLayout, kind: CacheKind, opened: list[GpuCopies]) -> None:
+    stores, loads = (Ranks(tp=tp, layout=layout, kind=kind) for tp in (2, 1))
+    opened.append(copies := GpuCopies(stores, loads, half_bytes=1 << 11))
     copies.check()
 
 
 class Engine:
-    """A cache of 16 blocks of 32 MiB on the device, and a slab of as many in pinned host memory."""
+    """A cache of 16 blocks of 32 MiB on the device, and a slab of as many in pinned host memory.
 
-    def __init__(self, layout: NamedLayout = NamedLayout.BHLNC) -> None:
+    In ``LBNHC`` the pieces are of 512 bytes, and pass the buffer that an engine takes.
+    """
+
+    def __init__(self, layout: NamedLayout) -> None:
         sizes = {"num_kv_heads": 8, "head_size": 128, "itemsize": 2, "block_size": 256, "num_blocks": 16}
         shard = shard_for(layers=[str(layer) for layer in range(32)], layout=layout, **sizes)  # type: ignore[arg-type]
         self.cache = CudaMemory(shard.regions[0].length)
@@ -97,13 +117,17 @@ class Engine:
         slab = msgspec.structs.replace(slab, regions=(self.slab.region,))
         self.stores, self.loads = LocalRoute([self.shard], slab, own=[0]), LocalRoute([slab], self.shard, own=[0])
         self.order = device_order([DEVICE])
-        self.pinned = PinnedMemory(self.slab.region, self.order)
+        self.gather = take_buffer(self.order)
+        assert self.gather is not None, "the log says why"
+        self.pinned = PinnedMemory(self.slab.region, self.order, self.gather)
         self.executor = Executor(order=self.order)
         region = self.slab.region
         memory = (ctypes.c_uint8 * region.length).from_address(region.base_address)
         self.stored: Bytes = np.ctypeslib.as_array(memory)
 
-    def copy(self, source: Sequence[int], destination: Sequence[int], after: Mark, *, is_load: bool) -> JobResult:
+    def submit(
+        self, job_id: str, source: Sequence[int], destination: Sequence[int], after: Mark, *, is_load: bool
+    ) -> None:
         blocks = GroupBlocks(
             group="full",
             first_token=0,
@@ -112,7 +136,10 @@ class Engine:
             destination_block_ids=destination,
         )
         route = self.loads if is_load else self.stores
-        self.executor.submit(LocalCopy("copy", route, 0, [blocks], after, self.pinned.copying, fills_blocks=is_load))
+        self.executor.submit(LocalCopy(job_id, route, 0, [blocks], after, self.pinned.copying, fills_blocks=is_load))
+
+    def copy(self, source: Sequence[int], destination: Sequence[int], after: Mark, *, is_load: bool) -> JobResult:
+        self.submit("copy", source, destination, after, is_load=is_load)
         [result] = self.executor.collect(60.0)
         assert result.error is None, result.error
         return result
@@ -124,9 +151,9 @@ class Engine:
         self.slab.close()
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    found = Engine()
+@pytest.fixture(params=[NamedLayout.BHLNC, NamedLayout.LBNHC])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    found = Engine(request.param)
     yield found
     found.close()
 
@@ -164,3 +191,22 @@ def test_many_batches_move_every_byte(engine: Engine) -> None:
     engine.cache.put(np.zeros(len(content), np.uint8))
     engine.copy(list(range(16)), ids, engine.order.mark(), is_load=True)
     assert np.array_equal(engine.cache.get(), content)
+
+
+def test_a_store_and_a_load_share_the_buffer(engine: Engine) -> None:
+    """Both at once, by turns of one thread; the engine's stream is busy, and waits for neither."""
+    half = engine.cache.tensor.numel() // 2
+    content = np.random.default_rng(0).integers(0, 256, 2 * half, np.uint8)
+    engine.cache.put(content)
+    engine.copy(list(range(16)), list(range(16)), engine.order.mark(), is_load=False)
+    stored = engine.stored.copy()
+    engine.cache.tensor.zero_()
+    engine.submit("load", list(range(8)), list(range(8)), engine.order.mark(), is_load=True)
+    engine.submit("store", list(range(8, 16)), list(range(8, 16)), engine.order.mark(), is_load=False)
+    found = engine.executor.collect(60.0)
+    found += engine.executor.collect(60.0) if len(found) < 2 else []
+    assert [result.error for result in found] == [None, None]
+    assert np.array_equal(engine.stored[:half], stored[:half])
+    assert not engine.stored[half:].any()
+    engine.copy(list(range(8)), list(range(8, 16)), engine.order.mark(), is_load=False)
+    assert np.array_equal(engine.stored[half:], stored[:half])

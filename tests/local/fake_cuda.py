@@ -45,14 +45,17 @@ class FakeStream:
         return len(self._work)
 
     def run(self) -> None:
-        while self._work:
-            work = self._work[0]
-            if isinstance(work, FakeEvent):
-                if not work.query():
-                    return
-            else:
-                work()
-            self._work.popleft()
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Do the next launch or end the next wait; return whether there was one that could be done."""
+        if not self._work or (isinstance(work := self._work[0], FakeEvent) and not work.query()):
+            return False
+        if not isinstance(work, FakeEvent):
+            work()
+        self._work.popleft()
+        return True
 
 
 class FakeCuda:

@@ -170,8 +170,8 @@ class BenchReport:
         console.print(
             "Medians. TTFT: from the prefill request to the decode engine's first token; decode: from the decode "
             "request; worst: of one request. ITL: between tokens. wait: from a load's order to its end; move: of its "
-            "bytes; both by the connector's metrics, for each rank. ratio: kvferry's TTFT by this one. none: the decode engine "
-            "computes the prompt.",
+            "bytes; both by the connector's metrics, for each rank. ratio: kvferry's TTFT by this one. none: the "
+            "decode engine computes the prompt.",
             style="dim",
         )
 

@@ -40,6 +40,19 @@ class Mark(Protocol):
         """Return once that work is done."""
 
 
+class Stream(Protocol):
+    """What is launched on a stream runs in order, and beside what runs on others."""
+
+    handle: int
+    """The stream as the CUDA driver names it."""
+
+    def mark(self) -> Mark:
+        """Return a mark behind all work launched on the stream so far."""
+
+    def wait_for(self, mark: Mark) -> None:
+        """Let work that is launched from now on wait, on the device, until the mark is over."""
+
+
 class DeviceOrder(Protocol):
     """Streams and marks of the device on which a rank's caches lie."""
 
@@ -54,8 +67,11 @@ class DeviceOrder(Protocol):
     def mark(self) -> Mark:
         """Return a mark behind all work launched on the calling thread's stream so far."""
 
-    def stream(self) -> int:
-        """Return the calling thread's stream as the CUDA driver names it; 0 on a CPU, which has none."""
+    def stream(self) -> Stream:
+        """Return the calling thread's stream."""
+
+    def new_stream(self) -> Stream:
+        """Return a stream beside those of threads."""
 
 
 class HostMark:
@@ -71,6 +87,18 @@ class HostMark:
 OVER: Mark = HostMark()
 
 
+class HostStream:
+    """A launch on a CPU is done when it returns."""
+
+    handle = 0
+
+    def mark(self) -> Mark:
+        return OVER
+
+    def wait_for(self, mark: Mark) -> None:
+        pass
+
+
 class HostOrder:
     """The order of a CPU."""
 
@@ -83,8 +111,10 @@ class HostOrder:
     def mark(self) -> Mark:
         return OVER
 
-    def stream(self) -> int:
-        return 0
+    def stream(self) -> Stream:
+        return HostStream()
+
+    new_stream = stream
 
 
 HOST: DeviceOrder = HostOrder()
@@ -103,6 +133,25 @@ class CudaMark:
         self.event.synchronize()
 
 
+class CudaStream:
+    """A ``torch.cuda.Stream``; ``cuda`` is ``torch.cuda``."""
+
+    def __init__(self, stream: Any, cuda: Any) -> None:
+        self._stream, self._cuda = stream, cuda
+        self.handle = int(stream.cuda_stream)
+
+    def mark(self) -> Mark:
+        """Record an event on the stream; a thread's wait for the event uses no processor."""
+        event = self._cuda.Event(blocking=True)
+        event.record(self._stream)
+        return CudaMark(event)
+
+    def wait_for(self, mark: Mark) -> None:
+        """Wait for an event of any stream of the device; the mark of a CPU is over."""
+        if isinstance(mark, CudaMark):
+            self._stream.wait_event(mark.event)
+
+
 class CudaOrder:
     """Streams and events of one GPU; ``cuda`` is ``torch.cuda``."""
 
@@ -118,13 +167,13 @@ class CudaOrder:
         self._cuda.set_stream(self._cuda.Stream(self.device))
 
     def mark(self) -> Mark:
-        """Record an event on the thread's stream; a wait for the event uses no processor."""
-        event = self._cuda.Event(blocking=True)
-        event.record(self._cuda.current_stream(self.device))
-        return CudaMark(event)
+        return self.stream().mark()
 
-    def stream(self) -> int:
-        return int(self._cuda.current_stream(self.device).cuda_stream)
+    def stream(self) -> Stream:
+        return CudaStream(self._cuda.current_stream(self.device), self._cuda)
+
+    def new_stream(self) -> Stream:
+        return CudaStream(self._cuda.Stream(self.device), self._cuda)
 
 
 def device_order(devices: Iterable[str]) -> DeviceOrder:

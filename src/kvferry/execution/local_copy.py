@@ -3,7 +3,8 @@
 A :class:`LocalRoute` plans them, and a :class:`LocalCopy` is the job. The processor copies host memory itself
 (:class:`HostCopying`). Between a cache on a device and pinned host memory it only names addresses: one call of the
 driver launches thousands of runs for the device's copy engines on the transfer thread's own stream, beside the
-engine's, and a mark behind each launch says when its bytes are there. Launched copies cannot be revoked.
+engine's, and a mark behind each launch says when its bytes are there. Short runs pass a buffer of the device
+(:mod:`~kvferry.execution.device_gather`). Launched copies cannot be revoked.
 """
 
 import logging
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from kvferry.arrays import Descriptors, memory_at
 from kvferry.errors import KVFerryError, PlanError, Reason, TransportError
 from kvferry.execution.device import OVER, DeviceOrder, HostCopies, Mark
+from kvferry.execution.device_gather import GatherBuffer, choose
 from kvferry.execution.executor import JobResult, Phase
 from kvferry.layout.shard import Region, Shard
 from kvferry.peer_log import PeerLog
@@ -37,6 +39,8 @@ BATCH_BYTES = 64 << 20
 BATCH_ROWS = 1 << 16
 LAUNCHES_IN_FLIGHT = 2
 """So the device goes on while the transfer thread looks at other jobs."""
+CHUNKS_IN_FLIGHT = 4
+"""Of half as many bytes each."""
 BLOCK_BY_BLOCK_FROM = 16 << 10
 """Blocks of so many bytes are copied one by one, smaller ones many at a time through a buffer in the processor's cache:
 one call of numpy costs about as much as a copy of some kilobytes."""
@@ -243,20 +247,22 @@ def _descriptors(plan: PairPlan, blocks: Sequence[GroupBlocks]) -> npt.NDArray[n
 
 
 class PinnedMemory:
-    """A region of host memory that a device copies from and to.
+    """A region of host memory that a device copies from and to; short pieces pass the ``buffer``, where there is one.
 
     Raises :class:`TransportError` (``missing-dependency``, ``unsupported``) where the driver cannot do that.
     """
 
-    def __init__(self, region: Region, order: DeviceOrder) -> None:
-        self._region, self._order = region, order
+    def __init__(self, region: Region, order: DeviceOrder, buffer: GatherBuffer | None = None) -> None:
+        self._region, self._order, self.buffer = region, order, buffer
         self._driver = HostCopies(order.device)
         self._driver.pin(region.base_address, region.length)
         self._is_pinned = True
 
     def copying(self, copies: Sequence[BlockCopies]) -> "PinnedCopying":
         """Return these copies, not begun. They are launched by the thread that advances them, on its own stream."""
-        return PinnedCopying(copies, self._driver, self._order)
+        begin, end = self._region.base_address, self._region.base_address + self._region.length
+        is_load = any(begin <= each.copy.source_offset < end for each in copies)
+        return PinnedCopying(copies, self._driver, self._order, self.buffer, is_load=is_load)
 
     def close(self) -> None:
         """Unpin the memory, which no copy may use any more; twice is fine."""
@@ -267,46 +273,64 @@ class PinnedMemory:
 
 
 class PinnedCopying:
-    """The copies of one job, launched in batches, of which at most two are under way."""
+    """The copies of one job, launched in batches and chunks, of which few are under way."""
 
     transport = "cuda"
 
-    def __init__(self, copies: Sequence[BlockCopies], driver: HostCopies, order: DeviceOrder) -> None:
-        rows = [each.descriptors() for each in copies]
-        self._rows = np.concatenate(rows) if rows else np.empty((0, 3), np.uint64)
-        self._ends = deque(batch_ends(self._rows))
-        self._begin = 0
+    def __init__(
+        self,
+        copies: Sequence[BlockCopies],
+        driver: HostCopies,
+        order: DeviceOrder,
+        buffer: GatherBuffer | None,
+        *,
+        is_load: bool,
+    ) -> None:
         self._driver, self._order = driver, order
         self._in_flight: deque[Mark] = deque()
+        self._chunks: deque[Callable[[], None]] = deque()
+        if buffer is not None:
+            copies, images = choose(copies, buffer.half_bytes, is_load=is_load)
+            launch = partial(buffer.launch, copy=driver.launch, under_way=self._in_flight, is_load=is_load)
+            self._chunks.extend(partial(launch, chunk) for each in images for chunk in each.chunks(buffer.half_bytes))
+        rows = np.concatenate([np.empty((0, 3), np.uint64), *(each.descriptors() for each in copies)])
+        ends = batch_ends(rows)
+        self._batches = deque(rows[begin:end] for begin, end in zip([0, *ends], ends, strict=False))
         self._began_at: float | None = None
         self.seconds = 0.0
 
     def advance(self) -> bool:
-        """Launch the next batch unless two are under way; note which have ended.
+        """Launch the next batch or chunk unless enough are under way; note which have ended.
 
-        Raises :class:`TransportError` (``transfer-failed``) where the driver refuses a batch or the device has failed.
+        Raises :class:`TransportError` (``transfer-failed``) where the driver refuses copies or the device has failed.
         """
         if self._began_at is None:
             self._began_at = time.monotonic()
         moved = self._settle()
-        if self._ends and len(self._in_flight) < LAUNCHES_IN_FLIGHT:
-            begin, self._begin = self._begin, self._ends.popleft()
-            try:
-                self._driver.launch(self._rows[begin : self._begin], self._order.stream())
-            finally:
-                # Also behind a batch that was refused: a part of it may be under way.
-                self._in_flight.append(self._order.mark())
+        if self._batches and len(self._in_flight) < LAUNCHES_IN_FLIGHT:
+            self._launch(self._batches.popleft())
+            moved = True
+        elif self._chunks and len(self._in_flight) < CHUNKS_IN_FLIGHT:
+            self._chunks.popleft()()
             moved = True
         self.seconds = time.monotonic() - self._began_at
         return moved
 
+    def _launch(self, rows: Descriptors) -> None:
+        stream = self._order.stream()
+        try:
+            self._driver.launch(rows, stream.handle)
+        finally:
+            # Also behind a batch that was refused: a part of it may be under way.
+            self._in_flight.append(stream.mark())
+
     @property
     def is_over(self) -> bool:
-        """Whether all batches were launched and have ended."""
-        return not self._ends and not self._in_flight
+        """Whether all was launched and has ended."""
+        return not self._batches and not self._chunks and not self._in_flight
 
     def is_quiet(self) -> bool:
-        """Return whether no batch is under way: all have ended, or the device has failed."""
+        """Return whether no copy is under way: all that were launched have ended, or the device has failed."""
         try:
             self._settle()
         except TransportError as error:

@@ -1,8 +1,8 @@
 """The trial at start of offload on a device: labelled blocks of a rank's cache go to pinned host memory and back.
 
-They go the way of any store and load: the engine's views, plans, pinned memory of a slab, the driver's batches, and the
-transfer thread's stream and marks. So what no test without this machine's device can show is shown on it before the
-engine says that it is ready.
+They go the way of any store and load: the engine's views, plans, pinned memory of a slab, the buffer for short pieces,
+the driver's batches, and the transfer thread's streams and marks. So what no test without this machine's device can
+show is shown on it before the engine says that it is ready.
 """
 
 import time
@@ -13,6 +13,7 @@ import msgspec
 
 from kvferry.errors import KVFerryError, Reason, TransportError
 from kvferry.execution.device import DeviceOrder
+from kvferry.execution.device_gather import GatherBuffer, take_buffer
 from kvferry.execution.executor import Executor
 from kvferry.execution.local_copy import LocalCopy, LocalRoute, PinnedMemory
 from kvferry.execution.trial import (
@@ -46,8 +47,10 @@ class SlabTrial:
         order: DeviceOrder,
         executor: Executor,
         layout: NamedLayout,
+        buffer: GatherBuffer | None = None,
     ) -> None:
         self._shard, self._views, self._order, self._executor, self._layout = shard, views, order, executor, layout
+        self._buffer = buffer
         self._trips = choose_blocks(shard)
         self._is_quiet = True
 
@@ -62,7 +65,7 @@ class SlabTrial:
         memory = pinned = None
         try:
             memory = SlabMemory(away.regions[0].length)
-            pinned = PinnedMemory(memory.region, self._order)
+            pinned = PinnedMemory(memory.region, self._order, self._buffer)
             slab = msgspec.structs.replace(away, regions=(memory.region,))
             content.label()
             labelled = self._order.mark()
@@ -70,6 +73,9 @@ class SlabTrial:
             out = [trip.request(trip.labelled, trip.away) for trip in self._trips]
             self._await(LocalCopy("trial store", stores, 0, out, labelled, pinned.copying, fills_blocks=False))
             back = [trip.request(trip.away, trip.returned) for trip in self._trips]
+            if self._buffer is not None:
+                # The load would find there what the store has gathered, also where the driver has copied nothing.
+                self._buffer.clear()
             stored = self._order.mark()
             self._await(LocalCopy("trial load", loads, 0, back, stored, pinned.copying, fills_blocks=True))
             content.compare()
@@ -109,7 +115,7 @@ def try_offload(order: DeviceOrder, layout: NamedLayout) -> TrialResult:
     shard, memory = small_cache(layout, order.device)
     executor = Executor(order=order)
     try:
-        return SlabTrial(shard, views_of(shard), order, executor, layout).run()
+        return SlabTrial(shard, views_of(shard), order, executor, layout, take_buffer(order)).run()
     finally:
         executor.close()
         del memory

@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 
 from kvferry.errors import KVFerryError, LayoutError, Reason
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
+from kvferry.execution.device_gather import GatherBuffer, take_buffer
 from kvferry.execution.executor import Executor, cores_that_do_not_compute
 from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute, PinnedMemory
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
@@ -59,6 +60,7 @@ class OffloadWorker:
         self._launched_before: Mark = OVER
         self._shard: Shard | None = None
         self._executor: Executor | None = None
+        self._buffer: GatherBuffer | None = None
         self._copies: SlabCopies | None = None
         self._orders: dict[str, StoreOrder | LoadOrder] = {}
         self._refused: set[str] = set()
@@ -78,7 +80,9 @@ class OffloadWorker:
         cores = set(self._settings.transfer_cores) or cores_that_do_not_compute()
         self._executor = executor = Executor(cores, order)
         if not order.is_immediate:
-            done = SlabTrial(shard, kv_caches, order, executor, resolved_layout(self._vllm_config)).run()
+            self._buffer = take_buffer(order)
+            layout = resolved_layout(self._vllm_config)
+            done = SlabTrial(shard, kv_caches, order, executor, layout, self._buffer).run()
             told = "kvferry: rank %d: %d bytes of labelled blocks went to pinned host memory and back in %.2f s."
             logger.info(told, self._index, done.num_bytes, done.seconds)
         self._report.shards[self._pp_rank, self._tp_rank] = encode_shard(shard)
@@ -173,7 +177,7 @@ class OffloadWorker:
         assert self._shard is not None, "vLLM registers the caches before the first step"
         began_at = time.perf_counter()
         try:
-            self._copies = SlabCopies(order, self._index, self._shard, self._order)
+            self._copies = SlabCopies(order, self._index, self._shard, self._order, self._buffer)
         except Exception as error:
             # The engine serves without: no error here is worth its end.
             is_known = isinstance(error, KVFerryError)
@@ -207,7 +211,9 @@ class SlabCopies:
     that do not prove.
     """
 
-    def __init__(self, order: SlabOrder, index: int, own: Shard, device: DeviceOrder) -> None:
+    def __init__(
+        self, order: SlabOrder, index: int, own: Shard, device: DeviceOrder, buffer: GatherBuffer | None
+    ) -> None:
         ranks: Sequence[Shard] = [decode_shard(rank) for rank in order.ranks]
         self._memory = SlabMemory.attach(order.handle)
         self._pinned: PinnedMemory | None = None
@@ -222,7 +228,7 @@ class SlabCopies:
             self.stores = LocalRoute(ranks, slab, own=[index])
             self.loads = LocalRoute([slab], own, own=[0])
             if not device.is_immediate:
-                self._pinned = PinnedMemory(self._memory.region, device)
+                self._pinned = PinnedMemory(self._memory.region, device, buffer)
         except BaseException:
             self._memory.close()
             raise
