@@ -55,11 +55,12 @@ TIMEOUT_SECONDS = 120.0
 
 def main() -> int:
     """Return 1 where a rule or query does not do what it should, 2 where Prometheus is missing."""
-    if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
+    found = {name: shutil.which(name) or "" for name in PROGRAMS}
+    if missing := [name for name, path in found.items() if not path]:
         print(f"{' and '.join(missing)} missing (Debian: the package prometheus)", file=sys.stderr)
         return 2
     for check in (["check", "config", str(CONFIG)], ["test", "rules", str(CASES)]):
-        if status := subprocess.run(["promtool", *check], check=False).returncode:
+        if status := subprocess.run([found["promtool"], *check], check=False).returncode:
             return status
     ends = threading.Event()
     server, _ = start_http_server(0, addr="127.0.0.1")
