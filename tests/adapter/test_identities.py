@@ -56,6 +56,7 @@ def identity(folder: Path, config: Mapping[str, Any]) -> Identity:
         skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=1024,
+        enable_prefix_caching=False,  # as states need it
         kv_transfer_config=KVTransferConfig(kv_connector="KVFerryConnector", kv_role="kv_both"),
         **({"language_model_only": True} if any(tower in config for tower in TOWERS[:2]) else {}),
     ).create_engine_config()

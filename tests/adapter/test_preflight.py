@@ -29,6 +29,7 @@ from kvferry.cli.main import app
 from kvferry.errors import KVFerryError, Reason
 from kvferry.handoff.wire import trust
 from kvferry.handoff.wire.trust import make_keys
+from kvferry.harness.launch import port_is_free
 from kvferry.integrations.vllm import preflight
 from kvferry.integrations.vllm.connector_configs import CONNECTOR, SEVERAL
 from kvferry.integrations.vllm.preflight import OFFLOAD, EngineHere, check_configuration, engine_here, transfer_of
@@ -211,10 +212,11 @@ def test_ports_are_those_of_the_ranks_that_start_here(flags: dict[str, Any], her
 
 
 def test_each_rank_of_an_engine_needs_ports() -> None:
-    connector = transfer_of({"port": 0, "rank_ports": "60000-60002"})
+    first = next(port for port in range(50000, 60000, 3) if all(port_is_free(port + more) for more in range(3)))
+    connector = transfer_of({"port": 0, "rank_ports": f"{first}-{first + 2}"})
     assert preflight.errors_of(connector, None) == []
     [error] = preflight.errors_of(connector, EngineHere(range(2), 2, has_bootstrap=False))
-    assert "3 of the ports from 60000 to 60002 are free, and this engine needs 4" in error.message
+    assert f"3 of the ports from {first} to {first + 2} are free, and this engine needs 4" in error.message
     with taken_port() as port:
         [error] = preflight.errors_of(transfer_of({"port": port - 1}), EngineHere(range(1, 2)))
         assert f"{HOST}:{port}" in error.message

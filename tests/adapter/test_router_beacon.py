@@ -18,8 +18,6 @@ from kvferry.integrations.vllm.scheduler.params import TransferParams, parse_tra
 from kvferry.integrations.vllm.scheduler.router_beacon import RouterBeacon, encode_zmq_address
 from kvferry.integrations.vllm.settings import parse_settings
 
-from .scheduler_requests import FULL
-
 PLACE = encode_zmq_address("127.0.0.1", 8998, 5600, "p@7")
 TO_DECODE = {"do_remote_prefill": True, "transfer_id": "tx-1", "remote_engine_id": None, "remote_block_ids": None}
 
@@ -127,12 +125,6 @@ def test_addresses_that_make_no_sense_are_refused(given: dict[str, Any]) -> None
     with pytest.raises(SettingsError) as refused:
         parse_settings(given)
     assert refused.value.reason is Reason.INVALID_SETTING
-
-
-def test_an_engine_of_both_roles_is_not_registered(make_role: Any) -> None:
-    with pytest.raises(SettingsError) as refused:
-        make_role(FULL, router_address="127.0.0.1:1", http_address="127.0.0.1:2")
-    assert "kv_role" in str(refused.value)
 
 
 def test_a_slow_lookup_of_a_routers_name_delays_no_other_socket() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from kvferry.cli import check, check_pair, check_prompt
 from kvferry.cli.main import main
-from kvferry.cli.plan import Blocks, EngineShape, make_report
+from kvferry.cli.plan_report import Blocks, EngineShape, make_report
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.wire.trust import Keys, make_keys
 from kvferry.harness.launch import free_port

@@ -25,6 +25,7 @@ from kvferry.execution.executor import (
     WAIT_SECONDS,
     WAIT_SHARE,
     Executor,
+    Inbox,
     JobResult,
     Phase,
     seconds_until_next_look,
@@ -547,7 +548,7 @@ def test_results_that_nobody_collects_are_kept_up_to_a_bound_but_every_load_is_r
         executor.submit(write)
     for number in range(10):
         executor.submit(load_of(failed, job_id=f"load {number}"))
-    wait_until(lambda: executor._results.qsize() == 13)
+    wait_until(lambda: len(executor._results) == 13)
     results = executor.collect()
     assert [each.job_id for each in results] == [
         *(f"write {number}" for number in range(3)),
@@ -571,3 +572,23 @@ def test_a_worker_that_is_bound_copies_on_the_other_cores_of_its_parent() -> Non
     asked = bind + "from kvferry.execution.executor import cores_that_do_not_compute as cores; print(*cores())"
     found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
     assert set(map(int, found.stdout.split())) == (every - {min(every)} or every)
+
+
+def test_short_waits_for_orders_end_although_orders_come_meanwhile() -> None:
+    """A wait of ``queue.SimpleQueue`` does not always: its lock is free after each order, and a short timeout is over
+    when the queue looks again.
+    """
+    inbox: Inbox[int] = Inbox()
+    taken: list[int] = []
+
+    def wait_often() -> None:
+        while len(taken) < 20_000:
+            inbox.wait(1e-9)
+            taken.extend(inbox.take())
+
+    thread = threading.Thread(target=wait_often, daemon=True)
+    thread.start()
+    for number in range(20_000):
+        inbox.put(number)
+    thread.join(60)
+    assert taken == list(range(20_000))

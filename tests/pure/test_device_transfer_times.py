@@ -44,17 +44,13 @@ class Clock:
     def put(self, order: Any) -> None:
         self._orders.append(order)
 
-    def empty(self) -> bool:
-        return not self._orders
+    def take(self) -> list[Any]:
+        orders, self._orders = self._orders, []
+        return orders
 
-    def get_nowait(self) -> Any:
-        return self._orders.pop(0)
-
-    def get(self, timeout: float = 0.0) -> Any:
-        if not self._orders:
-            self.now += timeout
-            raise executor_module.queue.Empty
-        return self._orders.pop(0)
+    def wait(self, seconds: float = 0.0) -> bool:
+        self.now += 0.0 if self._orders else seconds
+        return bool(self._orders)
 
     def createXferReq(self, operation: str, local: Any, *_: Any) -> int:
         self._bytes.append(int(local[:, 1].sum()))

@@ -166,6 +166,14 @@ def test_text_of_peers_and_clients_is_logged_printable_and_limited(path: Path) -
     assert {*loggers} <= wrapped, f"{path} logs values as they are"
 
 
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_no_queue_is_waited_for_with_a_timeout(path: Path) -> None:
+    """``queue.SimpleQueue.get`` may then wait forever, in CPython 3.11 at least: use an ``Inbox`` of the executor's."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
+            assert "timeout" not in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
+
+
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -224,6 +225,9 @@ class Contestant:
         if self.prefill is not None:
             began_at = time.perf_counter()
             answer = json.load(_post(self.prefill.url, {**body, "max_tokens": 1, "kv_transfer_params": OFFER}))
+            if not answer.get("kv_transfer_params"):
+                problem = f"{self.name}: the prefill engine holds no prompt."
+                raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.")
             body["kv_transfer_params"] = answer["kv_transfer_params"]
             prefill_seconds = time.perf_counter() - began_at
         began_at = time.perf_counter()
@@ -356,6 +360,7 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
         is_paused = len(os.sched_getaffinity(0)) < 2 * settings.num_engines
         until = time.monotonic() + settings.seconds
         took: dict[Cell, float] = {}
+        failed: dict[tuple[str, Cell], list[str]] = {}
         # The first turn of each cell warms it up: its connections, its pages, and what vLLM compiles at first.
         for turn in range(settings.turns + 1):
             for cell in cells:
@@ -371,8 +376,8 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
                     began_at = time.monotonic()
                     try:
                         measured = contestant.turn(cell)
-                    except TransportError as error:
-                        rows[key] = Row(contestant.name, cell, problem=str(error))
+                    except (OSError, HTTPException, ValueError, KeyError, TransportError) as error:
+                        failed[key] = [*failed.get(key, []), str(error) or repr(error)]
                         continue
                     took[cell] = time.monotonic() - began_at
                     if turn:
@@ -382,13 +387,14 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
     for (name, cell), turns in found.items():
         if name in problems:
             rows[name, cell] = Row(name, cell, problem=problems[name])
+        elif (name, cell) in failed:
+            told = failed[name, cell]
+            rows[name, cell] = Row(name, cell, problem=f"{len(told)} turns failed, the last one so: {told[-1]}")
         elif turns:
             rows[name, cell] = Row.of(name, cell, turns)
         else:
-            minutes = f"{settings.seconds / 60:g}"
-            rows.setdefault(
-                (name, cell), Row(name, cell, problem=f"left out: {minutes} minutes were over (--minutes).")
-            )
+            over = f"left out: {settings.seconds / 60:g} minutes were over (--minutes)."
+            rows[name, cell] = Row(name, cell, problem=over)
     order = sorted(rows, key=lambda key: (key[1].tokens, key[1].at_once, settings.connectors.index(key[0])))
     return BenchReport(tuple(rows[key] for key in order), _conditions(settings, model))
 

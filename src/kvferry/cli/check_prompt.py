@@ -1,6 +1,7 @@
 """One prompt through two engines, for ``kvferry check``, and where its time went as far as the engines tell."""
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -140,9 +141,10 @@ def metrics_of(server: Server) -> dict[str, float]:
     """Return an engine's metrics; none where it has none, or none that can be read."""
     answer = server.ask("/metrics", ASK_SECONDS, MAX_METRICS_BYTES)
     try:
-        return parse_metrics(answer.body.decode()) if answer.status == 200 else {}
+        found = parse_metrics(answer.body.decode()) if answer.status == 200 else {}
     except ValueError:
         return {}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
 class Prompts:

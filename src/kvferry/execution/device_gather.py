@@ -31,6 +31,7 @@ from kvferry.execution import memory
 from kvferry.execution.device import OVER, DeviceOrder, Mark
 from kvferry.execution.memory import as_bytes
 from kvferry.layout.shard import HOST_DEVICE
+from kvferry.peer_log import PeerLog
 from kvferry.plan.block_copies import BlockCopies
 from kvferry.plan.planner import StridedCopy, coalesce, merge_rows
 from kvferry.units import format_bytes
@@ -38,7 +39,7 @@ from kvferry.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 
 GATHER_BELOW = 256 << 10
 """Pieces of so many bytes are copied one by one: the driver's time for a copy is a tenth of the time of its bytes."""

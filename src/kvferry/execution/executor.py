@@ -3,18 +3,17 @@
 import ctypes
 import logging
 import os
-import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.execution.device import HOST, DeviceOrder
@@ -38,6 +37,7 @@ QUIET_SECONDS = 10.0
 MAX_REPORTS = 4096
 """Results that wait for :meth:`Executor.collect` at which those that are for the log alone are left out: peers cause
 them, and an engine that does nothing collects none."""
+Item = TypeVar("Item")
 Change = tuple[str, KVFerryError | None]
 """A job's id, and the error with which the job is given up; None where its blocks are quarantined."""
 
@@ -124,6 +124,35 @@ def _boot() -> str:
         return boot_id
 
 
+class Inbox(Generic[Item]):
+    """Items of any thread for one other, which may wait for the first.
+
+    ``queue.SimpleQueue.get`` may wait forever: where its timeout is over when it looks again, CPython 3.11 asks for a
+    lock with the negative rest of the time, which stands for no timeout.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._has_some = threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: Item) -> None:
+        """Add an item, and end the wait for one."""
+        self._items.append(item)
+        self._has_some.set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Return whether an item has come since :meth:`take`, after at most so many seconds."""
+        return self._has_some.wait(seconds)
+
+    def take(self) -> list[Item]:
+        """Return the items that have come, in their order."""
+        self._has_some.clear()
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+
 class Executor:
     """Advances jobs in the order of their arrival until each is done; those that can wait come last.
 
@@ -145,8 +174,8 @@ class Executor:
         self._order = order
         self._cores = set(cores)
         # Jobs and changes share one queue, so that a cancellation never overtakes its job.
-        self._orders: queue.SimpleQueue[Job | Change | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
+        self._orders: Inbox[Job | Change | None] = Inbox()
+        self._results: Inbox[JobResult] = Inbox()
         self._active: list[Job] = []
         self._still_writing: set[str] = set()
         self._quarantined: set[str] = set()
@@ -160,11 +189,7 @@ class Executor:
         try:
             self._started.result()
         except (OSError, ValueError, OverflowError) as error:
-            raise SettingsError(
-                Reason.INVALID_SETTING,
-                f"the transfer thread cannot run on cores {sorted(self._cores)}: {error}.",
-                'Set "transfer_cores" to cores of this machine.',
-            ) from error
+            raise _no_such_cores(self._cores, error) from error
 
     def submit(self, job: Job) -> None:
         """Queue a job; :meth:`collect` returns its result, exactly once; at most once where it is for the log."""
@@ -184,13 +209,9 @@ class Executor:
 
     def collect(self, wait_seconds: float = 0.0) -> list[JobResult]:
         """Return the results since the last call; where there is none, wait at most ``wait_seconds`` for the first."""
-        results = []
         if wait_seconds:
-            with suppress(queue.Empty):
-                results.append(self._results.get(timeout=wait_seconds))
-        while not self._results.empty():
-            results.append(self._results.get_nowait())
-        return results
+            self._results.wait(wait_seconds)
+        return self._results.take()
 
     def close(self, timeout_seconds: float = 5.0) -> bool:
         """Give up the jobs in progress, wait until their transfers have ended, and stop. Twice is fine.
@@ -228,10 +249,10 @@ class Executor:
 
     def _turn(self) -> None:
         if not self._active:
-            self._take(self._orders.get())
+            self._orders.wait()
             self._moved_at = time.monotonic()
-        while not self._orders.empty():
-            self._take(self._orders.get_nowait())
+        for order in self._orders.take():
+            self._take(order)
         if self._active and not self._advance():
             self._wait()
         else:
@@ -242,9 +263,8 @@ class Executor:
         is_moving = any(
             job.phase is not Phase.PREPARING and job.job_id not in self._still_writing for job in self._active
         )
-        with suppress(queue.Empty):
-            seconds = seconds_until_next_look(time.monotonic() - self._moved_at, is_moving=is_moving)
-            self._take(self._orders.get(timeout=seconds))
+        seconds = seconds_until_next_look(time.monotonic() - self._moved_at, is_moving=is_moving)
+        if self._orders.wait(seconds):
             self._moved_at = time.monotonic()
 
     def _take(self, order: Job | Change | None) -> None:
@@ -262,8 +282,8 @@ class Executor:
                 self._results.put(_result(job))
 
     def _give_up(self) -> None:
-        while not self._orders.empty():
-            self._take(self._orders.get_nowait())
+        for order in self._orders.take():
+            self._take(order)
         for job in self._active:
             job.cancel(HandoffError(Reason.CLOSED, f"job {job.job_id} was given up: the executor stops."))
         while self._active:
@@ -290,7 +310,7 @@ class Executor:
                 self._active.remove(job)
                 if job.job_id in self._quarantined:
                     self._quarantined.remove(job.job_id)
-                elif not job.is_for_log or self._results.qsize() < MAX_REPORTS:
+                elif not job.is_for_log or len(self._results) < MAX_REPORTS:
                     self._results.put(_result(job))
             if moved and job.phase is not Phase.DONE:
                 return True
@@ -349,6 +369,31 @@ def seconds_until_next_look(still_seconds: float, *, is_moving: bool) -> float:
     """
     longest = MAX_MOVING_WAIT_SECONDS if is_moving else MAX_WAIT_SECONDS
     return min(max(WAIT_SHARE * still_seconds, WAIT_SECONDS), longest)
+
+
+def check_cores(cores: Iterable[int]) -> None:
+    """Raise :class:`SettingsError` (invalid-setting) where a thread cannot run on these cores."""
+    found: list[Exception] = []
+
+    def bind() -> None:
+        try:
+            os.sched_setaffinity(0, cores)
+        except (OSError, ValueError, OverflowError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=bind)
+    thread.start()
+    thread.join()
+    if found:
+        raise _no_such_cores(cores, found[0])
+
+
+def _no_such_cores(cores: Iterable[int], error: Exception) -> SettingsError:
+    return SettingsError(
+        Reason.INVALID_SETTING,
+        f"the transfer thread cannot run on cores {sorted(cores)}: {error}.",
+        'Set "transfer_cores" to cores of this machine.',
+    )
 
 
 def cores_that_do_not_compute() -> set[int]:

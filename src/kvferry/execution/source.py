@@ -453,7 +453,8 @@ class Write:
     def _seconds(self, now: float) -> WriteSeconds:
         """Return where the time went, up to now."""
         moved_at = self._moved_at or now
-        return WriteSeconds(moved_at - self._created_at - self._move_seconds, self._move_seconds, now - moved_at)
+        waited = max(0.0, moved_at - self._created_at - self._move_seconds)  # of sums that were rounded
+        return WriteSeconds(waited, self._move_seconds, now - moved_at)
 
 
 def _never_rests(key: WriteKey) -> HandoffError:

@@ -3,6 +3,7 @@
 No proxy of the environment is used and no redirect followed: engines and whoever checks them know each other.
 """
 
+import http.client
 import io
 import socket
 import ssl
@@ -59,6 +60,8 @@ def exchange(request: HttpRequest, addresses: Sequence[str], seconds: float, mos
             response = HTTPResponse(reader, method=request.method)  # type: ignore[arg-type]
             response.begin()
             body = response.read(most_bytes + 1)
+            if response.length and len(body) <= most_bytes:
+                raise http.client.IncompleteRead(body, response.length)
             return HttpAnswer(response.status, body[:most_bytes], len(body) > most_bytes)
     except TimeoutError as error:
         raise TimeoutError(f"no whole answer within {seconds:g} s") from error

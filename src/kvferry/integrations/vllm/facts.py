@@ -27,8 +27,10 @@ MIDDLEWARE = "kvferry.integrations.vllm.readiness.Readiness"
 """What answers there, as it is given to ``--middleware``."""
 ASKS = "x-kvferry-check"
 """The header of a question for the facts; its value is :func:`signed_now`, or empty without keys."""
-FORWARDED = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-real-ip"))
-"""Headers of a proxy: the client that asked it may be on another host."""
+FORWARDED = (b"forwarded", b"via", b"x-forwarded-", b"x-real-ip", b"x-envoy-", b"x-request-id")
+"""How the names of a proxy's headers begin: the client that asked it may be on another host."""
+THIS_HOST = ("127.0.0.1", "::1")
+"""Where clients of this host come from; side cars connect from other addresses of loopback."""
 CLOCK_SECONDS = 60.0
 """How far the clocks of two hosts may be apart."""
 MAX_FACTS_BYTES = 1 << 18
@@ -159,7 +161,10 @@ def may_ask(trust: Trust, client: str, headers: Iterable[tuple[bytes, bytes]]) -
     if ASKS.encode() not in given:
         return False
     if trust.keys is None:
-        return is_loopback(client) and not FORWARDED & given.keys()
+        # A name would let a page in a browser ask, whose name leads here.
+        asked_at = given.get(b"host", b"").decode("latin-1").rpartition(":")[0].strip("[]")
+        is_direct = not any(name.lower().startswith(FORWARDED) for name in given)
+        return client in THIS_HOST and is_direct and (asked_at == "localhost" or is_loopback(asked_at))
     signed = _SIGNED.fullmatch(given[ASKS.encode()].decode("latin-1"))
     if signed is None or abs(int(signed[1]) - time.time()) > CLOCK_SECONDS:
         return False

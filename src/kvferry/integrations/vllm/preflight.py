@@ -21,7 +21,7 @@ from kvferry.errors import (
     did_you_mean,
     raise_all,
 )
-from kvferry.execution.executor import Executor
+from kvferry.execution.executor import check_cores
 from kvferry.handoff.wire.background import BackgroundCall
 from kvferry.handoff.wire.server import check_port, check_ports
 from kvferry.integrations.vllm.connector_configs import (
@@ -184,7 +184,7 @@ def _check_rank_ports(settings: Settings, num_needed: int) -> None:
 
 def _check_cores(cores: Sequence[int]) -> None:
     if cores:
-        Executor(cores).close()
+        check_cores(cores)
 
 
 def _note_offload(found: Found[OffloadSettings], here: EngineHere) -> None:

@@ -187,6 +187,7 @@ class SchedulerRole:
             return None, False
         num_missing = self._num_loadable(request) - num_computed_tokens
         if num_missing <= 1:
+            self._missing.pop(request.request_id, None)
             return 0, False
         cause = self._why_computed(request)
         self._missing[request.request_id] = num_missing, cause
