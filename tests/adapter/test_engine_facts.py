@@ -53,7 +53,7 @@ def answer(settings: dict[str, Any], client: str = LOOPBACK, **headers: str) -> 
     )
     app.state.engine_client = SimpleNamespace(vllm_config=config(settings))
     given = {name.replace("_", "-"): value for name, value in headers.items()}
-    found = TestClient(app, client=(client, 50000)).get("/ready", headers=given)
+    found = TestClient(app, f"http://{LOOPBACK}:8100", client=(client, 50000)).get("/ready", headers=given)
     return msgspec.json.decode(found.content, type=ReadyAnswer)
 
 
@@ -70,7 +70,12 @@ def test_an_engine_without_keys_tells_its_own_host_alone(make_role: Any) -> None
     assert (found.engine.host, found.engine.ports) == (LOOPBACK, (settings["port"],))
     assert answer(settings).engine is None, "a router or a probe does not ask"
     assert answer(settings, ELSEWHERE, **asked).engine is None
-    assert answer(settings, **asked, x_forwarded_for=ELSEWHERE).engine is None, "behind a proxy of this host"
+    for header in ("x_forwarded_for", "x_forwarded_proto", "x_envoy_attempt_count", "via"):
+        assert answer(settings, **asked, **{header: ELSEWHERE}).engine is None, "behind a proxy of this host"
+    assert answer(settings, "127.0.0.6", **asked).engine is None, "a side car"
+    assert answer(settings, **asked, host="evil.example").engine is None, "a page in a browser"
+    for host in ("localhost", "localhost:8100", "[::1]:8100", "127.0.0.1"):
+        assert answer(settings, **asked, host=host).engine is not None
     assert answer({}, **asked) == ReadyAnswer(ready=False, reason="invalid-setting")
 
 

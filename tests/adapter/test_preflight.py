@@ -200,11 +200,13 @@ def test_a_name_or_a_master_that_does_not_answer_ends_the_check(monkeypatch: pyt
         ({"nnodes_within_dp": 2}, None),
         ({"distributed_executor_backend": "ray"}, None),
         ({"distributed_executor_backend": "external_launcher"}, None),
+        ({"data_parallel_backend": "ray"}, None),
     ],
     ids=str,
 )
 def test_ports_are_those_of_the_ranks_that_start_here(flags: dict[str, Any], here: EngineHere | None) -> None:
     names = ("nnodes_within_dp", "distributed_executor_backend", "data_parallel_size_local", "data_parallel_index")
+    names += ("data_parallel_backend",)
     names += ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     usual = ParallelConfig()
     parallel: Any = SimpleNamespace(**{name: getattr(usual, name) for name in names} | flags)
@@ -307,7 +309,7 @@ def test_the_command_prints_what_is_in_force_or_a_line_for_each_error(tmp_path: 
     for wrong, said in (
         ("{", "is no JSON"),
         (f"@{tmp_path}/none", "No such file"),
-        ([1], "is no object"),
+        ([1], "an object is wanted"),
         ({"kv_connector": "KVFeryConnector"}, "Did you mean 'KVFerryConnector'"),
     ):
         code, told = checked(wrong)

@@ -235,6 +235,7 @@ def test_the_plot_is_a_picture(name: str, tmp_path: Path) -> None:
         (["--tokens", "100,many"], "--tokens 'many' is no number"),
         (["--at-once", "0"], "--at-once '0' is no number"),
         (["--cache", "4 apples"], "--cache"),
+        (["--engine-arguments", '--foo "'], "Close the quotes"),
         (["--plot", "bench.jpg"], "bench.svg"),
         (["--plot", "/no/such/folder/a.svg"], "there is no folder"),
         (["--model", "kv-hevy"], "Did you mean 'kv-heavy'"),

@@ -7,6 +7,7 @@ connectors in turns, in an order that rotates, so that what disturbs the machine
 import contextlib
 import json
 import os
+import shlex
 import signal
 import time
 import urllib.error
@@ -304,8 +305,6 @@ def bench(
 
     kvferry bench --model Qwen/Qwen3-0.6B --at-once 1,8,32 --json
     """
-    import shlex
-
     console = open_console(stderr=json_output)
     with refused(json_output):
         if plot is not None:
@@ -316,6 +315,7 @@ def bench(
         devices = _devices()
         num_engines = sum(1 if name == NONE else 2 for name in connectors)
         cache_bytes = _cache_bytes(cache, num_engines, len(devices))
+        arguments = _words(engine_arguments)
     with _interrupted_by_signals(), _folder(keep, console) as folder, console.status("making the model") as status:
         settings = BenchSettings(
             _model(model, folder),
@@ -331,7 +331,7 @@ def bench(
             max_model_len,
             cache_bytes,
             devices,
-            tuple(shlex.split(engine_arguments)),
+            arguments,
         )
         report = run(settings, model, folder, status.update)
     report.print(console)
@@ -451,7 +451,7 @@ def _model(name: str, folder: Path) -> Path:
     if name in TINY_MODELS:
         return make_tiny_model(name, folder)
     if "/" not in name:
-        remedy = did_you_mean(name, list(TINY_MODELS), "Or name a folder, or a public model such as Qwen/Qwen3-0.6B.")
+        remedy = did_you_mean(name, list(TINY_MODELS), "Name a folder, or a public model such as Qwen/Qwen3-0.6B.")
         raise SettingsError(Reason.INVALID_SETTING, f"--model {name!r} is no folder and no random model.", remedy)
     from huggingface_hub import snapshot_download
 
@@ -475,6 +475,14 @@ def _connectors(against: str) -> list[str]:
 
 def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _words(arguments: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(arguments))
+    except ValueError as error:
+        problem = f"--engine-arguments {arguments!r}: {error}."
+        raise SettingsError(Reason.INVALID_SETTING, problem, "Close the quotes.") from error
 
 
 def _whole(text: str, option: str) -> int:

@@ -94,7 +94,7 @@ def settings(
 
     kvferry settings --json
 
-    kvferry settings --check '{"port": 5600, "keys": "/etc/kvferry"}'
+    kvferry settings --check '{"port": 5600, "lease_seconds": 30}'
     """
     if markdown and (as_json or check is not None):
         raise typer.BadParameter("--markdown goes alone.")
@@ -135,8 +135,14 @@ def _check(given: str, as_json: bool) -> int:
 
 def _read_json(given: str) -> Any:
     try:
-        return json.loads(Path(given[1:]).read_text() if given.startswith("@") else given)
+        text = Path(given[1:]).read_text() if given.startswith("@") else given
     except (OSError, ValueError) as error:
+        raise SettingsError(
+            Reason.INVALID_SETTING, f"--check {given[:80]!r} cannot be read: {error}.", "Name a file after the @."
+        ) from error
+    try:
+        return json.loads(text)
+    except ValueError as error:
         remedy = "Give JSON in single quotes, or @ and the name of a file that has it."
         raise SettingsError(Reason.INVALID_SETTING, f"--check {given[:80]!r} is no JSON: {error}.", remedy) from error
 

@@ -227,7 +227,9 @@ def _check(lines: dict[str, Lines], wanted: Wanted, num_loads: int, names: Seque
         broken = sum(each.broken + each.half for each in lines.values())
         raise KVFerryError(
             Reason.INVALID_REQUEST,
-            f"the logs have {broken} lines, and none is a record of this version of kvferry.",
+            f"none of the {broken} lines of the logs is a whole record of this version of kvferry."
+            if broken
+            else "the logs are empty: no load has ended yet.",
             NAME_LOGS,
         )
     if wanted.request and not num_loads:

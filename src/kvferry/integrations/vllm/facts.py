@@ -162,7 +162,7 @@ def may_ask(trust: Trust, client: str, headers: Iterable[tuple[bytes, bytes]]) -
         return False
     if trust.keys is None:
         # A name would let a page in a browser ask, whose name leads here.
-        asked_at = given.get(b"host", b"").decode("latin-1").rpartition(":")[0].strip("[]")
+        asked_at = re.sub(r":[0-9]*\Z", "", given.get(b"host", b"").decode("latin-1")).strip("[]")
         is_direct = not any(name.lower().startswith(FORWARDED) for name in given)
         return client in THIS_HOST and is_direct and (asked_at == "localhost" or is_loopback(asked_at))
     signed = _SIGNED.fullmatch(given[ASKS.encode()].decode("latin-1"))

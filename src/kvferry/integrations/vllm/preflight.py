@@ -87,6 +87,7 @@ def engine_here(parallel: "ParallelConfig") -> EngineHere | None:
     not known: ranks on several hosts, or started by something else.
     """
     is_here = parallel.nnodes_within_dp == 1 and parallel.distributed_executor_backend in LOCAL_EXECUTORS
+    is_here &= parallel.data_parallel_backend == "mp"  # Ray places ranks where it likes
     if not is_here or not parallel.data_parallel_size_local:
         return None
     first = parallel.data_parallel_index
@@ -127,7 +128,8 @@ def transfer_of(given: Any) -> list[ConnectorConfig]:
     """
     if not isinstance(given, Mapping):
         raise invalid_setting(
-            f"{type(given).__name__} is no object.", 'Write {"kv_connector": "KVFerryConnector", "kv_role": ...}.'
+            f"an object is wanted, and {str(given)[:80]!r} was given.",
+            'Write {"kv_connector": "KVFerryConnector", "kv_role": ...}.',
         )
     if "kv_connector" not in given:
         is_offload = len(OffloadSettings.__struct_fields__ & given.keys()) > len(
