@@ -92,8 +92,8 @@ def test_the_trial_finds_copies_that_move_nothing_behind_the_buffer(
     is_broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a store has gathered stays in the buffer: a load must not find it there."""
-    trial, _, executor = trial_of(SHARDS["attention"]())
-    trial._buffer = GatherBuffer(ImmediateOrder(), SMALL)
+    trial, _, executor = trial_of(SHARDS["hybrid"]())
+    trial._buffer = GatherBuffer(ImmediateOrder(), 1 << 16)
     if is_broken:
         monkeypatch.setattr(standin_driver, "_move", lambda _: None)
         with pytest.raises(TransportError, match="bytes are wrong"):
