@@ -193,7 +193,7 @@ def test_a_load_that_ends_while_the_engine_is_paused_for_new_weights_fails(worke
     """The engine collects nothing while it is paused: the load is done, and its prompt is of the former weights."""
     workers.announce()
     workers.compute(END)
-    wait_until(lambda: not workers.receiver._rank.executor._results.empty())
+    wait_until(lambda: len(workers.receiver._rank.executor._results))
     workers.step([workers.receiver], StepMetadata(outdated=["r"]))
     assert workers.finished() == ({"r"}, {"r"})
     workers.announce()

@@ -415,7 +415,7 @@ def test_the_command_refuses_with_a_reason(
         (log.path, other.path, "--trace", tmp_path / "missing" / "x"): "cannot be written",
         (tmp_path / "missing",): "cannot be read: No such file",
         (tmp_path,): "cannot be read: Is a directory",
-        (text,): "1 lines, and none is a record",
+        (text,): "none of the 1 lines",
         (log.path, other.path, "--request", "cmpl-7"): "Did you mean 'cmpl-1'",
     }.items():
         code, _, error = told(monkeypatch, capsys, *arguments)
