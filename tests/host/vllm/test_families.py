@@ -28,7 +28,7 @@ pytestmark = pytest.mark.vllm
 IN_EVERY_RUN = ("DeepSeek-V2-Lite", "Falcon-H1-0.5B-Instruct", "Olmo-3-7B-Instruct")
 """Two whose classes change their configuration while they are built, and one with windows and scaled positions."""
 FLOWS = ("sequential", "concurrent")
-NO_STATES = "unsupported: holds states; only attention is offloaded"
+NO_STATES = "unsupported: the model has states; only attention is offloaded"
 CHUNKS = "unsupported: is a ChunkedLocalAttentionSpec"
 SHORT_CONVOLUTIONS = "unsupported: holds states of SHORT_CONV"
 REFUSED: dict[str, dict[str, str]] = {
@@ -79,7 +79,8 @@ class Uses:
         try:
             yield
         except (EngineFailed, NotImplementedError) as error:
-            if words is None or words.partition(": ")[2][:MOST_WORDS] not in getattr(error, "log", str(error)):
+            told = f"{error}\n{getattr(error, 'log', '')}"
+            if words is None or words.partition(": ")[2][:MOST_WORDS] not in told:
                 raise
             self._note(use, f"no: {words}")
             return
