@@ -115,8 +115,13 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     ("Did you mean 'cma'?", 'There are cma, nixl.')
     """
     names = list(known)
-    nearest = difflib.get_close_matches(name, names, n=1)
-    return f"Did you mean {nearest[0]!r}?" if nearest else otherwise or f"There are {', '.join(names)}."
+    meant = nearest(name, names)
+    return f"Did you mean {meant!r}?" if meant else otherwise or f"There are {', '.join(names)}."
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most like an unknown one; empty where none is like it."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
 
 
 _KINDS = {

@@ -26,7 +26,7 @@ import typer
 
 from kvferry.cli.bench_report import KVFERRY, BenchReport, Cell, Moved, Request, Row, Turn, check_plot
 from kvferry.cli.console import Announce, AsJson, open_console, refused
-from kvferry.cli.demo import _folder, _interrupted_by_signals, running_servers
+from kvferry.cli.demo import folder_for, interrupted_by_signals, running_servers
 from kvferry.errors import Reason, SettingsError, TransportError, did_you_mean
 from kvferry.harness.child_process import LaunchError
 from kvferry.harness.launch import (
@@ -41,6 +41,7 @@ from kvferry.harness.launch import (
 from kvferry.harness.tiny_models import TINY_MODELS, make_tiny_model
 from kvferry.models.families import model_caches
 from kvferry.models.groups import AttentionCache
+from kvferry.tiers.slab_memory import available_bytes
 from kvferry.units import format_bytes, parse_bytes
 
 NONE, NIXL = "none", "NixlConnector"
@@ -316,7 +317,7 @@ def bench(
         num_engines = sum(1 if name == NONE else 2 for name in connectors)
         cache_bytes = _cache_bytes(cache, num_engines, len(devices))
         arguments = _words(engine_arguments)
-    with _interrupted_by_signals(), _folder(keep, console) as folder, console.status("making the model") as status:
+    with interrupted_by_signals(), folder_for(keep, console) as folder, console.status("making the model") as status:
         settings = BenchSettings(
             _model(model, folder),
             connectors,
@@ -511,5 +512,4 @@ def _cache_bytes(given: str | None, num_engines: int, num_devices: int) -> int:
 
         free, _ = torch.cuda.mem_get_info()
         return int(PART_OF_MEMORY * free / -(-num_engines // num_devices))
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(PART_OF_MEMORY * available / num_engines)
+    return int(PART_OF_MEMORY * available_bytes() / num_engines)

@@ -1,7 +1,7 @@
 """What ``kvferry bench`` found: a row for each connector, prompt length and number of requests at once."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -101,16 +101,13 @@ class Row:
         )
         if not all(each.loads for each in moved):
             return row
-        return cls(
-            **{name: getattr(row, name) for name in cls.__slots__}
-            | {
-                "wait_ms": 1e3 * median(each.wait_seconds / each.loads for each in moved)
-                if any(each.wait_seconds for each in moved)
-                else None,
-                "transfer_ms": 1e3 * median(each.transfer_seconds / each.loads for each in moved),
-                "descriptors": median(each.descriptors / each.loads for each in moved),
-                "gb_per_second": median(each.num_bytes / max(each.transfer_seconds, 1e-9) for each in moved) / 1e9,
-            }
+        waits = [each.wait_seconds / each.loads for each in moved]
+        return replace(
+            row,
+            wait_ms=1e3 * median(waits) if any(waits) else None,
+            transfer_ms=1e3 * median(each.transfer_seconds / each.loads for each in moved),
+            descriptors=median(each.descriptors / each.loads for each in moved),
+            gb_per_second=median(each.num_bytes / max(each.transfer_seconds, 1e-9) for each in moved) / 1e9,
         )
 
 

@@ -16,7 +16,7 @@ from kvferry.cli.check_prompt import Prompts, Sent, TimeRow
 from kvferry.cli.console import AsJson, open_console, progress, refused
 from kvferry.errors import KVFerryError
 from kvferry.handoff.wire.trust import Keys, in_url
-from kvferry.integrations.vllm.facts import printable
+from kvferry.peer_log import printable
 from kvferry.units import format_bytes
 
 WORKS, CANNOT_WORK, CANNOT_ASK, INTERRUPTED = 0, 1, 2, 130

@@ -5,14 +5,12 @@ then decide here, so that this never says yes where an engine says no.
 """
 
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
@@ -22,7 +20,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.destination import Compares, SourceEngine, refuse_loopback
 from kvferry.handoff.handshake import Versions, agree, ask_directory, compare_engines, decode_shards
 from kvferry.handoff.messages import Directory, RankEntry
-from kvferry.handoff.wire.background import unexpected_error
+from kvferry.handoff.wire.background import within
 from kvferry.handoff.wire.http import FAILURES, HttpAnswer, HttpRequest, exchange
 from kvferry.handoff.wire.trust import Keys, Trust, bare, in_url, is_loopback, is_numeric, look_up
 from kvferry.integrations.vllm.facts import (
@@ -32,11 +30,11 @@ from kvferry.integrations.vllm.facts import (
     PATH,
     EngineFacts,
     ReadyAnswer,
-    printable,
     signed_now,
 )
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_cached_windows, check_filled_whole
 from kvferry.layout.shard import CacheKind, Shard
+from kvferry.peer_log import printable
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, of_rank
@@ -65,7 +63,6 @@ ROLE_REASONS = {
     "prefill": "it answers no bootstrap query, and registers with routers as a decode engine",
     "decode": "it registers with routers as a prefill engine",
 }
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ class Server:
         if not is_url or parts.query or parts.fragment or parts.username is not None or not url.isprintable():
             raise HandoffError(
                 Reason.INVALID_SETTING,
-                f"{printable(url)[:200]!r} is not the URL of the {name}.",
+                f"{url[:200]!r} is not the URL of the {name}.",
                 "Write http://HOST:PORT, such as http://127.0.0.1:8100.",
             )
         return cls(name, url.rstrip("/"), parts)
@@ -281,11 +278,12 @@ def judge(prefill: Side, decode: Side, seconds: float = 120.0) -> Verdict:
     for error in _refusals(prefill, decode):
         verdict.problems.append(Problem(error, options_named(error, prefill.facts, decode.facts)))
     try:
-        errors, verdict.route = within(seconds, partial(_planned, prefill, decode))
+        # An engine could describe a cache that takes hours to plan for, and no interrupt ends arrays' computations.
+        remedy = "Raise --timeout. Engines plan once, at their first request."
+        plan = "plan between the two engines"
+        errors, verdict.route = within(seconds, plan, partial(_planned, prefill, decode), remedy)
     except KVFerryError as error:
         errors = [error]
-    except Exception as error:  # as a decode rank does
-        errors = [unexpected_error("plan", error)]
     known = {problem.error.message for problem in verdict.problems}
     for refusal in errors:
         if refusal.message not in known:
@@ -527,28 +525,3 @@ def connects_to(host: str, port: int) -> None:
         else:
             return
     raise refused or OSError("the name has no address")
-
-
-def within(seconds: float, call: Callable[[], Value]) -> Value:
-    """Return what the call returns, or raise what it raises.
-
-    The call runs on a thread: an engine could describe a cache that takes hours to plan for, and no interrupt ends a
-    computation of arrays. Raises :class:`HandoffError` (deadline-exceeded) where it takes longer.
-    """
-    outcome: Future[Value] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(call())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="kvferry-check", daemon=True).start()
-    try:
-        return outcome.result(seconds)
-    except TimeoutError as error:
-        raise HandoffError(
-            Reason.DEADLINE_EXCEEDED,
-            f"the plan between the two engines takes longer than {seconds:g} s.",
-            "Raise --timeout. Engines plan once, at their first request.",
-        ) from error

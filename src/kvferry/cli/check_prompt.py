@@ -17,7 +17,7 @@ from kvferry.handoff.messages import Handle, Identifier, Release, Unsigned
 from kvferry.handoff.wire.client import ask
 from kvferry.handoff.wire.http import HttpAnswer
 from kvferry.harness.launch import parse_metrics
-from kvferry.integrations.vllm.facts import printable
+from kvferry.peer_log import printable
 
 NUM_TOKENS = 64
 FIRST_TOKEN, LAST_TOKEN = 100, 199

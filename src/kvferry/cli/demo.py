@@ -276,7 +276,7 @@ def demo(
     settings = DemoSettings(prefill_tp, decode_tp, layout, transport, mode, prompts, block_size, hosts, gpu_memory)
     settings.check()
     console = open_console(stderr=json_output)
-    with _interrupted_by_signals(), _folder(keep, console) as folder:
+    with interrupted_by_signals(), folder_for(keep, console) as folder:
         run: Callable[[DemoSettings, DemoModel, Path, Status], DemoReport | OffloadReport] = run_handoff
         if mode == OFFLOAD:
             from kvferry.cli.demo_offload import run_offload as run  # imports xxhash, maybe missing
@@ -297,7 +297,7 @@ def demo(
 
 
 @contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
+def interrupted_by_signals() -> Iterator[None]:
     """Handle SIGTERM and SIGHUP like Ctrl-C, so that servers and files are cleaned up."""
 
     def interrupt(_number: int, _frame: Any) -> NoReturn:
@@ -312,7 +312,7 @@ def _interrupted_by_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _folder(keep: bool, console: Console) -> Iterator[Path]:
+def folder_for(keep: bool, console: Console) -> Iterator[Path]:
     """Yield a temporary folder for the model and the logs. The folder stays with ``keep`` and after a failure."""
     folder = Path(tempfile.mkdtemp(prefix="kvferry-demo-"))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "torchinductor")  # importing torch creates this folder

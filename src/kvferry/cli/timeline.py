@@ -17,6 +17,7 @@ from kvferry.cli.timeline_page import Page
 from kvferry.cli.timeline_trace import Trace
 from kvferry.cli.transfer_records import NAME_LOGS, Log, open_logs
 from kvferry.errors import KVFerryError, Reason
+from kvferry.peer_log import printable
 
 PHASES = ("find", "announce", "post", "move", "confirm", "next_step")
 
@@ -166,7 +167,7 @@ def _print(found: Found, logs: list[Log], wanted: Wanted, as_json: bool) -> None
     else:
         console.print("No load is in the logs: name those of the decode engine too.")
     for note in notes(found, logs):
-        console.print(Text(_printable(note)))
+        console.print(Text(printable(note)))
 
 
 def _cells(shown: Shown) -> list[Text]:
@@ -174,16 +175,7 @@ def _cells(shown: Shown) -> list[Text]:
     cells = [load.request_id, shown.log, "-" if load.num_tokens is None else str(load.num_tokens)]
     cells += [f"{load.bytes / 1e6:.3f}", f"{1e3 * load.wait_seconds:.3f}"]
     cells += [f"{1e3 * phases[name]:.3f}" if name in phases else "-" for name in PHASES]
-    return [Text(_printable(cell)) for cell in (*cells, load.error or "")]
-
-
-def _printable(text: str) -> str:
-    """Return text that a terminal shows and does not obey.
-
-    >>> _printable("a" + chr(27) + "[31m")
-    'a?[31m'
-    """
-    return "".join(char if char.isprintable() else "?" for char in text)
+    return [Text(printable(cell)) for cell in (*cells, load.error or "")]
 
 
 def _as_json(shown: Shown) -> dict[str, Any]:

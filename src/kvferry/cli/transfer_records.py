@@ -23,8 +23,7 @@ MAX_LINE_BYTES = 64 << 20
 NAME_LOGS = "Name the files that the setting transfer_log has made, one for each rank: FILE.rank0, ..."
 
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-"""Seconds of a monotonic or wall clock."""
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Seconds: of a monotonic or wall clock, or how long something took."""
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -68,8 +67,8 @@ class Load(msgspec.Struct, frozen=True):
     num_tokens: Number | None = None
     remote_request_id: str | None = None
     transport: str = ""
-    wait_seconds: Seconds = 0.0
-    compare_seconds: Seconds = 0.0
+    wait_seconds: Time = 0.0
+    compare_seconds: Time = 0.0
     phases: dict[str, float] | None = None
     error: str | None = None
     message: str | None = None

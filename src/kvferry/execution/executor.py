@@ -8,16 +8,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.execution.device import HOST, DeviceOrder
 from kvferry.peer_log import PeerLog
+from kvferry.transport.end_points import own_identity
 
 logger = PeerLog(logging.getLogger(__name__))
 
@@ -117,7 +117,7 @@ def clock() -> dict[str, float | str]:
 @cache
 def _boot() -> str:
     """Return the id of this boot of the host, with the time namespace, which may shift the monotonic clock."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    boot_id = own_identity().boot_id
     try:
         return f"{boot_id}/{os.stat('/proc/self/ns/time').st_ino}"
     except FileNotFoundError:  # a kernel without time namespaces
@@ -372,20 +372,14 @@ def seconds_until_next_look(still_seconds: float, *, is_moving: bool) -> float:
 
 
 def check_cores(cores: Iterable[int]) -> None:
-    """Raise :class:`SettingsError` (invalid-setting) where a thread cannot run on these cores."""
-    found: list[Exception] = []
-
-    def bind() -> None:
-        try:
-            os.sched_setaffinity(0, cores)
-        except (OSError, ValueError, OverflowError) as error:
-            found.append(error)
-
-    thread = threading.Thread(target=bind)
-    thread.start()
-    thread.join()
-    if found:
-        raise _no_such_cores(cores, found[0])
+    """Raise :class:`SettingsError` (invalid-setting) where a thread cannot run on these cores; none are any."""
+    if not cores:
+        return
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(os.sched_setaffinity, 0, cores).result()
+    except (OSError, ValueError, OverflowError) as error:
+        raise _no_such_cores(cores, error) from error
 
 
 def _no_such_cores(cores: Iterable[int], error: Exception) -> SettingsError:

@@ -101,6 +101,19 @@ class BackgroundCall(Generic[Found]):
         self._wake()
 
 
+def within(seconds: float, name: str, call: Callable[[], Found], remedy: str) -> Found:
+    """Return what a call returns that waits for others, or may compute for hours, or raise what it raises.
+
+    Raises :class:`HandoffError` (deadline-exceeded) where it takes longer; the call goes on then, on its own thread.
+    """
+    has_ended = threading.Event()
+    running = BackgroundCall(name, call, has_ended.set)
+    running.start()
+    if running.is_running and not has_ended.wait(seconds):
+        raise HandoffError(Reason.DEADLINE_EXCEEDED, f"the {name} has not ended within {seconds:g} s.", remedy)
+    return running.result()
+
+
 class BackgroundCalls(Generic[Key, Found]):
     """Background calls by key: one for each key. At most :data:`MAX_RUNNING` have a slot; the others wait in order.
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 CONNECTOR = "KVFerryConnector"
 """The connector that moves prompts between engines."""
-TAKES_NO_PARAMS = "KVFerryOffloadConnector"
-"""A connector that nothing in a request's ``kv_transfer_params`` is for. Of any other, nothing is known."""
+OFFLOAD = "KVFerryOffloadConnector"
+"""The connector that offloads. Nothing in a request's ``kv_transfer_params`` is for it."""
 SEVERAL = "MultiConnector"
 """vLLM's connector that passes each call on to those that its settings list."""
 
@@ -76,7 +76,7 @@ def own_settings(transfer: "KVTransferConfig | None") -> Mapping[str, Any] | Non
 
 def may_be_for_another(transfer: "KVTransferConfig | None") -> bool:
     """Return whether a request's ``kv_transfer_params`` may be for another connector than ``KVFerryConnector``."""
-    return any(each.name not in (CONNECTOR, TAKES_NO_PARAMS) for each in connector_configs(transfer))
+    return any(each.name not in (CONNECTOR, OFFLOAD) for each in connector_configs(transfer))
 
 
 _LAST_EPOCH = (1 << EPOCH_BITS) - 1

@@ -18,6 +18,7 @@ from kvferry.handoff.messages import Text, Unsigned
 from kvferry.handoff.wire.trust import Keys, Trust, check_host, is_loopback
 from kvferry.integrations.vllm.settings import NO_KEYS, Settings, control_port
 from kvferry.integrations.vllm.versions import can_name_loaded_groups
+from kvferry.peer_log import printable
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -136,15 +137,6 @@ def options_of(vllm_config: Any, settings: Settings) -> dict[str, str]:
     named = {option: "none" if value is None else str(value).removeprefix("torch.") for option, value in found.items()}
     named |= {name: str(value) if (value := getattr(settings, name)) else "none" for name in SETTINGS}
     return {option: printable(value)[:MAX_VALUE_LENGTH] for option, value in named.items()}
-
-
-def printable(text: str) -> str:
-    r"""Return a text of an engine or a router for a terminal.
-
-    >>> printable("a\x1b[31mb")
-    'a?[31mb'
-    """
-    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def signed_now(keys: Keys | None) -> str:

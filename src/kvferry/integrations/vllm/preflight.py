@@ -5,7 +5,6 @@ ports, folders and memory are looked at. Other processes of the engine get this 
 the engine runs: its ports and its folder are taken by then, by the engine itself.
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,25 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvferry.errors import (
-    HandoffError,
-    KVFerryError,
-    Reason,
-    TierError,
-    did_you_mean,
-    raise_all,
-)
+from kvferry.errors import KVFerryError, TierError, did_you_mean, raise_all
 from kvferry.execution.executor import check_cores
-from kvferry.handoff.wire.background import BackgroundCall
+from kvferry.handoff.wire.background import within
 from kvferry.handoff.wire.server import check_port, check_ports
 from kvferry.integrations.vllm.connector_configs import (
     CONNECTOR,
-    TAKES_NO_PARAMS,
+    OFFLOAD,
     ConnectorConfig,
     check_engine_id,
     connector_configs,
     connectors_in,
 )
+from kvferry.integrations.vllm.facts import local_ranks
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, disk_folder, read_offload_settings
 from kvferry.integrations.vllm.refused_flags import check_flags
 from kvferry.integrations.vllm.settings import Found, Settings, control_port, invalid_setting, read_settings, trust_of
@@ -41,7 +34,6 @@ from kvferry.transport.registry import check_installed
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
 
-OFFLOAD = TAKES_NO_PARAMS
 READERS: dict[str, Callable[[Mapping[str, Any]], Found[Any]]] = {
     CONNECTOR: read_settings,
     OFFLOAD: read_offload_settings,
@@ -90,10 +82,8 @@ def engine_here(parallel: "ParallelConfig") -> EngineHere | None:
     is_here &= parallel.data_parallel_backend == "mp"  # Ray places ranks where it likes
     if not is_here or not parallel.data_parallel_size_local:
         return None
-    first = parallel.data_parallel_index
-    ranks = range(first, first + parallel.data_parallel_size_local)
     num_ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
-    return EngineHere(ranks, num_ranks, has_bootstrap=parallel.data_parallel_size == 1)
+    return EngineHere(local_ranks(parallel), num_ranks, has_bootstrap=parallel.data_parallel_size == 1)
 
 
 def errors_of(
@@ -159,14 +149,18 @@ def _note_moving(connector: ConnectorConfig, found: Found[Settings], here: Engin
     """Note what of a machine does not let a ``KVFerryConnector`` start."""
     found.note(["keys"], trust_of)
     found.note(["transport"], lambda settings: check_installed(settings.transport))
-    found.note(["transfer_cores"], lambda settings: _check_cores(settings.transfer_cores))
-    found.note(["host"], lambda settings: _within("look-up of host", partial(check_port, settings.host, 0)))
+    found.note(["transfer_cores"], lambda settings: check_cores(settings.transfer_cores))
+    found.note(["host"], _check_host)
     for rank in here.data_parallel_ranks:
         found.note(["host", "port", "rank_ports"], partial(_check_control_port, rank))
     if here.has_bootstrap and connector.role != "kv_consumer":
         found.note(["host", "bootstrap_port"], _check_bootstrap_port)
     needed = len(here.data_parallel_ranks) * here.num_ranks
     found.note(["host", "rank_ports"], lambda settings: _check_rank_ports(settings, needed))
+
+
+def _check_host(settings: Settings) -> None:
+    _within("look-up of host", check_port, settings.host, 0)
 
 
 def _check_control_port(rank: int, settings: Settings) -> None:
@@ -184,14 +178,9 @@ def _check_rank_ports(settings: Settings, num_needed: int) -> None:
         check_ports(settings.host, settings.ports_of_ranks, num_needed)
 
 
-def _check_cores(cores: Sequence[int]) -> None:
-    if cores:
-        check_cores(cores)
-
-
 def _note_offload(found: Found[OffloadSettings], here: EngineHere) -> None:
     """Note what of a machine does not let a ``KVFerryOffloadConnector`` store blocks."""
-    found.note(["transfer_cores"], lambda settings: _check_cores(settings.transfer_cores))
+    found.note(["transfer_cores"], lambda settings: check_cores(settings.transfer_cores))
     for rank in here.data_parallel_ranks:
         found.note(["disk_path", "disk_bytes"], partial(_check_disk, rank))
     found.note(["pool_bytes", "pool_master"], _check_share)
@@ -217,7 +206,7 @@ def _check_pool(settings: OffloadSettings) -> None:
         from kvferry.tiers.remote_pool import check_master_answers
 
         check_installed("mooncake")
-        _within("question to the pool's master", partial(check_master_answers, settings.pool_master))
+        _within("question to the pool's master", check_master_answers, settings.pool_master)
 
 
 def _memory_errors(tiers: Sequence[Found[OffloadSettings]], here: EngineHere) -> list[KVFerryError]:
@@ -232,12 +221,11 @@ def _memory_errors(tiers: Sequence[Found[OffloadSettings]], here: EngineHere) ->
     return []
 
 
-def _within(what: str, check: Callable[[], object]) -> None:
+def _within(what: str, check: Callable[..., None], *arguments: Any) -> None:
     """Raise what a check raises that asks the network, or where it takes longer than :data:`ANSWER_SECONDS`."""
-    ended = threading.Event()
-    call = BackgroundCall(what, lambda: (check(),), ended.set)
-    call.start()
-    if not ended.wait(ANSWER_SECONDS):
-        problem = f"the {what} has not ended within {ANSWER_SECONDS:g} s."
-        raise HandoffError(Reason.DEADLINE_EXCEEDED, problem, "Name an address that this machine reaches.")
-    call.result()
+
+    def call() -> bool:
+        check(*arguments)
+        return True
+
+    within(ANSWER_SECONDS, what, call, "Name an address that this machine reaches.")

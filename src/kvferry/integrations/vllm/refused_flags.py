@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import KVFerryError, LayoutError, Reason, SettingsError
-from kvferry.integrations.vllm.connector_configs import CONNECTOR, TAKES_NO_PARAMS, ConnectorConfig
+from kvferry.integrations.vllm.connector_configs import CONNECTOR, OFFLOAD, ConnectorConfig
 from kvferry.integrations.vllm.offload_names import check_hashes, why_private
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.settings import Found
@@ -20,7 +20,6 @@ from kvferry.layout.named_layouts import NamedLayout
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-OFFLOAD = TAKES_NO_PARAMS
 LAYOUT = "VLLM_KV_CACHE_LAYOUT"
 UNMOVED_DTYPES = ("nvfp4", "turboquant", "ultraquant")
 """How the names of cache types begin whose scales do not move with the blocks."""

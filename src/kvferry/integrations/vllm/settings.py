@@ -1,6 +1,5 @@
 """Settings of the connector, ``kv_connector_extra_config``, validated when the engine starts."""
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,16 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from kvferry.errors import KVFerryError, Reason, SettingsError, SeveralErrors, did_you_mean, in_words, raise_all
+from kvferry.errors import (
+    KVFerryError,
+    Reason,
+    SettingsError,
+    SeveralErrors,
+    did_you_mean,
+    in_words,
+    nearest,
+    raise_all,
+)
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Identifier, as_peers_read
 from kvferry.handoff.wire.trust import (
     EVERY_INTERFACE,
@@ -339,7 +347,8 @@ def converted(extra_config: Mapping[str, Any], kind: type[AnySettings], **requir
         remedy = did_you_mean(key, kind.__struct_fields__, _LISTED)
         errors.append(SettingsError(Reason.UNKNOWN_SETTING, f"unknown setting {key!r}.", remedy))
         # The operator has meant this one.
-        wrong.update(difflib.get_close_matches(key, kind.__struct_fields__, n=1))
+        if meant := nearest(key, kind.__struct_fields__):
+            wrong.add(meant)
     while True:
         try:
             return Found(msgspec.convert(given, kind), errors, wrong)
