@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ...matrix_results import Results, results_folder
+from ...small_models.trial import NO_ANSWER
 from ...small_models.weights import names
 from .families import (
     MAX_TOKENS,
@@ -71,6 +72,12 @@ class Uses:
         folder = results_folder()
         self._results = None if folder is None else Results(folder)
 
+    def is_too_slow(self) -> bool:
+        """Return whether an engine alone is not to be waited for, and note why."""
+        if is_slow := (why := tried(self._name)[1]).startswith(NO_ANSWER):
+            self._note("alone", f"not run: {why}")
+        return is_slow
+
     @contextmanager
     def of(self, use: str, *besides: str) -> Iterator[None]:
         """Note how the block ends. A use that must be refused, and is not, fails like one that does not work."""
@@ -97,9 +104,10 @@ class Uses:
 )
 def test_a_published_model(name: str, tmp_path: Path, engine_pool: Any) -> None:
     uses, place, expected = Uses(name), Place(tmp_path), list[list[int]]()
-    with uses.of("alone"):
-        family = Family.of(name, engine_pool.models)
-        family, expected = alone(family, place)
+    if not uses.is_too_slow():
+        with uses.of("alone"):
+            family = Family.of(name, engine_pool.models)
+            family, expected = alone(family, place)
     besides = []
     if not expected:
         if not runs_unquantised(name):
