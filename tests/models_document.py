@@ -4,6 +4,7 @@ Nothing here knows a result: a use whose test did not run is written as not run.
 """
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ USES = ("planner", "identity", "views", "alone", "sequential", "concurrent", "of
 COLUMNS = ("model", *USES)
 WORKS = ("yes", "equal")
 MOST_CHARACTERS = 80
+COMPARED = re.compile(r"TP \d+(, made small)?")
 
 TEXT = """# Published models
 
@@ -29,7 +31,8 @@ The engines are vLLM's on a CPU. They run a small model (`tests/small_models`): 
 are made small, and every other field stays. Its weights are random, in the format of the model's quantisation.
 
 * *planner*: `kvferry plan --model` on the whole configuration has the groups, layers, heads, sizes and bytes that
-  vLLM's own classes make of it, at TP 1, TP 2 and more ranks than KV heads (*equal*); or refuses it (*refused*).
+  vLLM's own classes make of it, at TP 1, TP 2 and more ranks than KV heads, and so has the small model (*equal*, and
+  what vLLM refuses); or the planner refuses the configuration (*refused*).
 * *identity*: two engines of this configuration agree. They refuse each other when one field differs that changes what a
   cache means: base and scaling of positions, windows, epsilons, multipliers. The number is that of the fields tried.
 * *views*: labelled bytes of the small model's caches, as vLLM's own classes specify, group and view them, move from
@@ -56,9 +59,23 @@ What ran:
 """
 
 
+def in_short(outcome: str) -> str:
+    """Return an outcome of the planner without the sizes that every model is compared at.
+
+    >>> in_short("equal: TP 1; TP 2; TP 16; TP 1, made small"), in_short("equal: TP 1; vLLM refuses TP 64: a reason")
+    ('equal', 'equal: vLLM refuses TP 64: a reason')
+    """
+    verdict, _, sizes = outcome.partition(": ")
+    if verdict != "equal":
+        return outcome
+    others = [size for size in sizes.split("; ") if not COMPARED.fullmatch(size)]
+    return f"equal: {'; '.join(others)}" if others else "equal"
+
+
 def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a model."""
-    outcomes = found.get("outcomes", {})
+    outcomes = dict(found.get("outcomes", {}))
+    outcomes["planner"] = in_short(outcomes.get("planner", "not run"))
     return name, *(first_line(outcomes.get(use, "not run"), MOST_CHARACTERS) for use in USES)
 
 
