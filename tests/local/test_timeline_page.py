@@ -18,7 +18,8 @@ SECTIONS = """(() => {
     const box = of => of.getBoundingClientRect().toJSON()
     const seen = rect => {
         const {left, right, bottom, width} = box(rect), edge = Math.min(1, width / 2)
-        return [left + edge, left + width / 2, right - edge].some(x => document.elementFromPoint(x, bottom - 1) === rect)
+        const at = [left + edge, left + width / 2, right - edge]
+        return at.some(x => document.elementFromPoint(x, bottom - 1) === rect)
     }
     return [...document.querySelectorAll('section')].map(section => ({
         request: section.querySelector('h2').innerText,
