@@ -72,7 +72,7 @@ def check_table(table: list[list[str]], load: dict[str, Any]) -> None:
     head, row = table
     assert head == ["milliseconds", "wait", *(name.replace("_", " ") for name in PHASES), ""]
     times = [load["wait_seconds"], *(load["phases"][name] for name in PHASES)]
-    assert row == ["decode.log.rank0", *(f"{1e3 * each:.3f}" for each in times), f"{load['bytes']} bytes by cma"]
+    assert row == ["decode.log.rank0", *(f"{1e3 * each:.3f}" for each in times), "512.0 MiB by nixl"]
 
 
 def check_drawing(section: dict[str, Any], load: dict[str, Any], legend: dict[str, str]) -> None:

@@ -46,6 +46,7 @@ def load_lines(
     batches: Sequence[Sequence[str]] = (("a.0",), ()),
     num_tokens: int = 32,
     batch_bytes: int = 4096,
+    transport: str = "cma",
 ) -> list[Line]:
     """Return the records of one load: of the destination rank, and of each source's write and step.
 
@@ -72,7 +73,7 @@ def load_lines(
             "clock": source.clock(reported), "announced_at": source.at(heard), "batches": written,
             "batches_left_out": 0, "reported_at": source.at(reported),
         }  # fmt: skip
-        size = {"bytes": batch_bytes * len(batches), "descriptors": len(batches), "transport": "cma"}
+        size = {"bytes": batch_bytes * len(batches), "descriptors": len(batches), "transport": transport}
         lines.append(
             (source, reported, {"rank": index, "write": name, **size, "error": None, "message": None, "events": events})
         )
@@ -92,7 +93,7 @@ def load_lines(
         "committed_at": target.at(committed), "phases": phases,
     }  # fmt: skip
     load = {
-        "rank": 0, "request_id": request_id or f"cmpl-{number}", "num_tokens": num_tokens, "transport": "cma",
+        "rank": 0, "request_id": request_id or f"cmpl-{number}", "num_tokens": num_tokens, "transport": transport,
         "bytes": batch_bytes * len(batches) * len(sources), "descriptors": len(batches) * len(sources),
         "wait_seconds": committed - began, "phases": {**phases, "next_step": delay()}, "error": None,
     }  # fmt: skip
@@ -123,5 +124,6 @@ def sample_lines() -> list[Line]:
             number, began, target, sources, lambda: 0.0004 + 0.003 * drawn.random(),
             f"cmpl-{drawn.getrandbits(64):016x}-0", compute=lambda: 0.009 + 0.003 * drawn.random(),
             batches=batches, num_tokens=4096, batch_bytes=4 * 4096 * 2048,
+            transport="nixl",
         )  # fmt: skip
     return lines

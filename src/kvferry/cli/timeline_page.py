@@ -14,6 +14,7 @@ from typing import TextIO
 from kvferry.cli.timeline_jobs import Job, Key, Kind, Shown, Span
 from kvferry.cli.timeline_trace import Rows
 from kvferry.cli.transfer_records import PHASES
+from kvferry.units import format_bytes
 
 MOST_SPANS = 50_000
 """Spans of a page: a browser draws no more in reasonable time."""
@@ -46,7 +47,8 @@ th:first-child,td:first-child,td:last-child{text-align:left}
 svg{display:block;width:100%;min-width:40em}
 text{font-size:11px;fill:var(--text)}
 .tick{stroke:var(--line);stroke-width:.5}
-.key{display:inline-block;width:1em;height:1em;margin:0 .3em 0 1em;vertical-align:-.15em}
+p>span{white-space:nowrap;margin-right:1em}
+.key{display:inline-block;width:1em;height:1em;margin-right:.3em;vertical-align:-.15em}
 """
 
 
@@ -96,8 +98,8 @@ class Page:
         if self._num_left_out:
             notes = [*notes, f"{self._num_left_out} more steps, writes and loads are not drawn; --trace has all."]
         file.writelines(f"<p>{_text(note)}</p>\n" for note in notes)
-        keys = (f'<span class="key" style="background:var(--{kind.name})"></span>{kind.value}' for kind in COLORS)
-        file.write(f"<p>{''.join(keys)}</p>\n")
+        swatches = ((f'<span class="key" style="background:var(--{kind.name})"></span>', kind.value) for kind in COLORS)
+        file.write(f"<p>{' '.join(f'<span>{swatch}{name}</span>' for swatch, name in swatches)}</p>\n")
         for section in self._sections.values():
             _write_section(file, section)
         file.write(f"<script>{SCRIPT}</script></body></html>\n")
@@ -115,7 +117,8 @@ def _write_section(file: TextIO, section: Section) -> None:
     file.write(f"<table>{_row('th', 'milliseconds', 'wait', *(name.replace('_', ' ') for name in PHASES), '')}\n")
     for each in section.loads:
         load, phases = each.load, each.load.phases or {}
-        ended = f"failed: {load.error}: {load.message}" if load.error else f"{load.bytes} bytes by {load.transport}"
+        moved = f"{format_bytes(load.bytes)} by {load.transport}"
+        ended = f"failed: {load.error}: {load.message}" if load.error else moved
         times = (f"{1e3 * phases[name]:.3f}" if name in phases else "-" for name in PHASES)
         file.write(_row("td", each.log, f"{1e3 * load.wait_seconds:.3f}", *times, ended) + "\n")
     file.write("</table>\n")
