@@ -14,7 +14,7 @@ IN_TWO_PROCESSES := -n 2 --dist worksteal
 SECOND_CHANCE := $(if $(CI),--reruns 1 -rR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix test-models test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-deploy docs lint bench clean
+.PHONY: help setup demo test test-matrix test-models test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-deploy picture docs lint bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -31,6 +31,7 @@ test: export KVFERRY_FUZZ_SECONDS := 60
 
 # These tests wait more than they compute, so two processes run them. Engines compute: one process runs those tests.
 test: setup ## The tests, real vLLM engines included (about 25 minutes on 2 cores)
+	-@scripts/debian install chromium "the test of a timeline's page" chromium google-chrome
 	@$(BANDIT)
 	@$(PYTEST) $(IN_TWO_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/device_memory tests/adapter tests/small_models src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
@@ -85,9 +86,16 @@ check-package: setup ## The wheel in fresh environments: alone on Python 3.11 to
 	@$(VENV_PYTHON) scripts/check_package.py
 	@$(VENV_PYTHON) scripts/check_package.py --vllm
 
+# Unpacked, Prometheus is no service that Debian would start.
+check-deploy: PROMETHEUS := $(CURDIR)/build/prometheus
 check-deploy: setup ## docs/deploy: by the schemas of Compose and Kubernetes, by systemd and by Prometheus (about a minute at first)
+	@scripts/debian install systemd "its verdict on the units of docs/deploy" systemd-analyze
+	@command -v promtool >/dev/null || [ -x $(PROMETHEUS)/usr/bin/promtool ] || scripts/debian unpack $(PROMETHEUS) prometheus
 	@$(VENV_PYTHON) scripts/check_deploy.py
-	@$(VENV_PYTHON) scripts/check_prometheus.py
+	@PATH="$$PATH:$(PROMETHEUS)/usr/bin" $(VENV_PYTHON) scripts/check_prometheus.py
+
+picture: setup ## docs/pictures/timeline.png: a page of kvferry timeline in Chromium
+	@$(VENV_PYTHON) -m tests.timeline_picture docs/pictures/timeline.png
 
 docs: setup ## The site of README.md and docs/ in build/site, every link checked (170 MB in build/docs-environment at first)
 	@$(VENV_PYTHON) scripts/build_docs.py

@@ -24,7 +24,7 @@ from ..no_skips import OF_THE_MACHINE, VARIABLE
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SCRIPTS = [ROOT / "scripts/setup", ROOT / ".ci/run"]
+SCRIPTS = [ROOT / "scripts/setup", ROOT / "scripts/debian", ROOT / ".ci/run"]
 BENCHMARKS = ROOT / "benchmarks"
 SELDOM_RUN = sorted([*BENCHMARKS.glob("*.py"), *(ROOT / "tests/gpu").glob("*.py")])
 NAMED_OBJECT = re.compile(r"((?:kvferry|tests)(?:\.\w+)+):(\w+)")
@@ -112,7 +112,7 @@ def test_scripts_are_executable_and_parse(script: Path) -> None:
 TESTS = ["test", "test-matrix", "test-models", "test-chaos", "test-hosts", "test-fast", "test-full", "test-gpu"]
 
 
-@pytest.mark.parametrize("target", ["demo", *TESTS, "docs", "lint", "bench", "clean"])
+@pytest.mark.parametrize("target", ["demo", *TESTS, "check-deploy", "picture", "docs", "lint", "bench", "clean"])
 def test_make_knows_its_targets(target: str) -> None:
     result = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -132,8 +132,22 @@ def test_gpu_tests_run_in_an_environment_that_is_named_and_set_up_none() -> None
 
 
 def test_ci_runs_the_command_that_the_readme_names() -> None:
-    assert re.search(r"^make test\b", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    runs = re.findall(r"^run \d+ make (\S+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert runs == ["test", "docs", "check-deploy"]
     assert "make test" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("failing", ["test", "docs", "check-deploy", ""])
+def test_ci_fails_with_what_fails_and_runs_the_rest(failing: str, tmp_path: Path) -> None:
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci/run").write_text((ROOT / ".ci/run").read_text())
+    (tmp_path / "make").write_text(f'#!/bin/sh\necho "$1" >>{tmp_path}/ran\n[ "$1" != "{failing}" ] || exit 7\n')
+    (tmp_path / "make").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    result = subprocess.run(["bash", str(tmp_path / ".ci/run")], env=environment, capture_output=True, text=True)
+    assert result.returncode == (7 if failing else 0), result.stderr
+    assert (tmp_path / "ran").read_text().split() == ["test", "docs", "check-deploy"]
+    assert len(re.findall(r"^make \S+: exit status 0 after", result.stdout, re.MULTILINE)) == 3 - bool(failing)
 
 
 @pytest.mark.parametrize(

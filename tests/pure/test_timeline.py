@@ -6,7 +6,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,77 +25,11 @@ from kvferry.cli.timeline_trace import Trace
 from kvferry.cli.transfer_records import Log, decode, open_logs
 from kvferry.errors import KVFerryError, Reason
 
+from ..support.transfer_logs import Host, load_lines, write_logs
+
 ALL = Wanted("", 30)
 ROUNDING = 1e-6
 EVIL = "</title></svg><script>alert(1)</script>\"'&\x1b[31m[red]"
-
-
-class Host:
-    """A host whose monotonic clock shows ``offset`` at time 0 and gains ``drift`` seconds in a second."""
-
-    def __init__(self, name: str, offset: float = 0.0, drift: float = 0.0, wall_error: float = 0.0) -> None:
-        self.name, self.offset, self.drift, self.wall_error = name, offset, drift, wall_error
-
-    def at(self, time: float) -> float:
-        return self.offset + time * (1 + self.drift)
-
-    def true(self, monotonic: float) -> float:
-        return (monotonic - self.offset) / (1 + self.drift)
-
-    def clock(self, time: float) -> dict[str, Any]:
-        return {"wall": 1.7e9 + time + self.wall_error, "monotonic": self.at(time), "boot": self.name}
-
-
-def load_lines(
-    number: int, began: float, target: Host, sources: Sequence[Host], delay: Callable[[], float], request_id: str = ""
-) -> list[tuple[Host, float, dict[str, Any]]]:
-    """Return the records of one load: of the destination rank, and of each source's write and step."""
-    name, transfer = f"write {number} to d/0 7", f"transfer-{number}"
-    announced, done, lines = {}, {}, []
-    for index, source in enumerate(sources):
-        now = announced[index] = began + delay()
-        now = heard = now + delay()
-        batches, stepped = [], now
-        for batch in range(2):
-            posted = now + delay()
-            now = posted + delay()
-            spans = [{"group": "0", "layers": [] if batch else ["a.0"], "tokens": [0, 16]}]
-            times = {"posted_at": source.at(posted), "landed_at": source.at(now)}
-            batches.append({**times, "bytes": 4096, "descriptors": 1, "spans": spans})
-        reported = now + delay()
-        events = {
-            "transfer_id": transfer, "receiver": "d/0", "source_index": index, "num_tokens": 32,
-            "clock": source.clock(reported), "announced_at": source.at(heard), "batches": batches,
-            "batches_left_out": 0, "reported_at": source.at(reported),
-        }  # fmt: skip
-        write = {"rank": index, "write": name, "bytes": 8192, "descriptors": 2, "transport": "cma", "error": None}
-        lines.append((source, reported, {**write, "message": None, "events": events}))
-        step = {"step_began_at": source.at(stepped), "prompts": {transfer: 32}, "clock": source.clock(now)}
-        ran = {"ran_at": {"a.0": source.at((stepped + now) / 2)}, "step_ended_at": source.at(now)}
-        lines.append((source, now, {"rank": index, **step, **ran}))
-        done[index] = reported + delay()
-    committed = max(done.values()) + delay()
-    events = {
-        "clock": target.clock(committed), "write": name, "transfer_id": transfer, "ordered_at": target.at(began),
-        "announced_at": {str(index): target.at(time) for index, time in announced.items()},
-        "done_at": {str(index): target.at(time) for index, time in done.items()},
-        "committed_at": target.at(committed), "phases": {"find": 0.001},
-    }  # fmt: skip
-    load = {
-        "rank": 0, "request_id": request_id or f"cmpl-{number}", "bytes": 8192, "descriptors": 2, "num_tokens": 32,
-        "wait_seconds": committed - began, "phases": {"find": 0.001, "next_step": delay()}, "error": None,
-    }  # fmt: skip
-    return [*lines, (target, committed, {**load, "message": None, "events": events})]
-
-
-def write_logs(folder: Path, lines: Sequence[tuple[Host, float, dict[str, Any]]]) -> list[Log]:
-    """Write a log for each host, in the order of time."""
-    texts: dict[str, list[str]] = {}
-    for host, _, line in sorted(lines, key=lambda each: each[1]):
-        texts.setdefault(host.name, []).append(json.dumps(line) + "\n")
-    for name, text in texts.items():
-        (folder / name).write_text("".join(text))
-    return open_logs([folder / name for name in texts])
 
 
 def a_run(

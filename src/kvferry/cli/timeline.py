@@ -15,11 +15,9 @@ from kvferry.cli.console import AsJson, open_console, progress, refused
 from kvferry.cli.timeline_jobs import Found, Shown, Wanted, find, jobs
 from kvferry.cli.timeline_page import Page
 from kvferry.cli.timeline_trace import Trace
-from kvferry.cli.transfer_records import NAME_LOGS, Log, open_logs
+from kvferry.cli.transfer_records import NAME_LOGS, PHASES, Log, open_logs
 from kvferry.errors import KVFerryError, Reason
 from kvferry.peer_log import printable
-
-PHASES = ("find", "announce", "post", "move", "confirm", "next_step")
 
 
 def timeline(

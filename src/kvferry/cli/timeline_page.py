@@ -13,6 +13,8 @@ from typing import TextIO
 
 from kvferry.cli.timeline_jobs import Job, Key, Kind, Shown, Span
 from kvferry.cli.timeline_trace import Rows
+from kvferry.cli.transfer_records import PHASES
+from kvferry.units import format_bytes
 
 MOST_SPANS = 50_000
 """Spans of a page: a browser draws no more in reasonable time."""
@@ -39,11 +41,14 @@ STYLE = """:root{color-scheme:light dark;--text:#1d2329;--page:#fff;--line:#aab2
 @media(prefers-color-scheme:dark){:root{--text:#dfe4ea;--page:#14181d;--line:#59626e}}
 body{font:14px/1.4 system-ui,sans-serif;color:var(--text);background:var(--page);margin:1.5em}
 h2{font-size:1em;margin:1.5em 0 .3em;overflow-wrap:anywhere}
+th,td{font-weight:400;text-align:right;padding:0 1em 0 0;font-variant-numeric:tabular-nums}
+th:first-child,td:first-child,td:last-child{text-align:left}
 .drawing{overflow-x:auto;border:1px solid var(--line)}
 svg{display:block;width:100%;min-width:40em}
 text{font-size:11px;fill:var(--text)}
 .tick{stroke:var(--line);stroke-width:.5}
-.key{display:inline-block;width:1em;height:1em;margin:0 .3em 0 1em;vertical-align:-.15em}
+p>span{white-space:nowrap;margin-right:1em}
+.key{display:inline-block;width:1em;height:1em;margin-right:.3em;vertical-align:-.15em}
 """
 
 
@@ -93,8 +98,8 @@ class Page:
         if self._num_left_out:
             notes = [*notes, f"{self._num_left_out} more steps, writes and loads are not drawn; --trace has all."]
         file.writelines(f"<p>{_text(note)}</p>\n" for note in notes)
-        keys = (f'<span class="key" style="background:var(--{kind.name})"></span>{kind.value}' for kind in COLORS)
-        file.write(f"<p>{''.join(keys)}</p>\n")
+        swatches = ((f'<span class="key" style="background:var(--{kind.name})"></span>', kind.value) for kind in COLORS)
+        file.write(f"<p>{' '.join(f'<span>{swatch}{name}</span>' for swatch, name in swatches)}</p>\n")
         for section in self._sections.values():
             _write_section(file, section)
         file.write(f"<script>{SCRIPT}</script></body></html>\n")
@@ -109,10 +114,14 @@ def _colors() -> str:
 
 def _write_section(file: TextIO, section: Section) -> None:
     file.write(f"<section><h2>{_text(section.request_id)}</h2>\n")
+    file.write(f"<table>{_row('th', 'milliseconds', 'wait', *(name.replace('_', ' ') for name in PHASES), '')}\n")
     for each in section.loads:
-        load = each.load
-        ended = f"failed: {load.error}: {load.message}" if load.error else f"{load.bytes} bytes by {load.transport}"
-        file.write(f"<p>{_text(f'{each.log}: waited {1e3 * load.wait_seconds:.3f} ms, {ended}')}</p>\n")
+        load, phases = each.load, each.load.phases or {}
+        moved = f"{format_bytes(load.bytes)} by {load.transport}"
+        ended = f"failed: {load.error}: {load.message}" if load.error else moved
+        times = (f"{1e3 * phases[name]:.3f}" if name in phases else "-" for name in PHASES)
+        file.write(_row("td", each.log, f"{1e3 * load.wait_seconds:.3f}", *times, ended) + "\n")
+    file.write("</table>\n")
     if section.jobs:
         file.write('<p>Zoom <input type="range" min="100" max="10000" value="100" aria-label="zoom"></p>\n')
         file.write('<div class="drawing">')
@@ -121,6 +130,10 @@ def _write_section(file: TextIO, section: Section) -> None:
     else:
         file.write("<p>Nothing to draw: the load was refused before it began.</p>\n")
     file.write("</section>\n")
+
+
+def _row(tag: str, *cells: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{_text(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def _draw(file: TextIO, jobs: Sequence[Job]) -> None:

@@ -22,6 +22,9 @@ MAX_LINE_BYTES = 64 << 20
 
 NAME_LOGS = "Name the files that the setting transfer_log has made, one for each rank: FILE.rank0, ..."
 
+PHASES = ("find", "announce", "post", "move", "confirm", "next_step")
+"""Of a load, in their order."""
+
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds: of a monotonic or wall clock, or how long something took."""
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
