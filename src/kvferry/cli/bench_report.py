@@ -47,7 +47,7 @@ class Moved:
 class Turn:
     """Requests of one connector that were sent at once, and the seconds until the last was answered.
 
-    ``differing`` answers have other tokens than the prefill engine's own.
+    ``differing`` answers have other tokens than those of one engine that computed the prompt.
     """
 
     requests: tuple[Request, ...]
@@ -87,7 +87,7 @@ class Row:
     """Of a request's prompt, by the decode engine."""
     answers: int = 0
     differing: int = 0
-    """Of the answers, those with other tokens than the prefill engine's own."""
+    """Of the answers, those with other tokens than those of one engine that computed the prompt."""
     problem: str = ""
 
     @classmethod
@@ -122,15 +122,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """All rows, what was compared, and on what."""
+    """All rows, what was compared, and on what. ``own`` is kvferry's connector."""
 
     rows: tuple[Row, ...]
     conditions: Mapping[str, Any]
+    own: str = KVFERRY
 
     def ratio(self, row: Row) -> float | None:
         """Return kvferry's time to the first token divided by this row's, in the same cell; None for no time."""
-        own = next((each for each in self.rows if each.connector == KVFERRY and each.cell == row.cell), None)
-        if own is None or row.connector == KVFERRY or not (own.whole_ms and row.whole_ms):
+        own = next((each for each in self.rows if each.connector == self.own and each.cell == row.cell), None)
+        if own is None or row.connector == self.own or not (own.whole_ms and row.whole_ms):
             return None
         return own.whole_ms / row.whole_ms
 
@@ -168,12 +169,12 @@ class BenchReport:
         for row in measured:
             if row.connector != "none" and row.computed_tokens > 1:
                 told = f"{row.connector}, {row.cell.tokens} tokens: the decode engine computed {row.computed_tokens:g}"
-                console.print(f"{told} tokens of each prompt, which did not come from the prefill engine.")
+                console.print(f"{told} tokens of each prompt, which it did not load.")
         for row in measured:
             if row.differing:
                 cell = f"{row.cell.tokens} tokens, {row.cell.at_once} at once"
                 told = f"{row.connector}, {cell}: {row.differing} of {row.answers} answers have other tokens than"
-                console.print(f"{told} the prefill engine alone (wrong bytes, or rounding between two near values).")
+                console.print(f"{told} one engine alone gives (wrong bytes, or rounding between two near values).")
         for row in self.rows:
             if row.problem:
                 cell = f"{row.cell.tokens} tokens, {row.cell.at_once} at once"
