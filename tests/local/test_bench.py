@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -395,9 +394,6 @@ def test_a_peer_that_does_not_start_or_answer_has_a_reason_and_is_stopped(
         if contestant.name == PUSH:
             raise URLError("refused")
 
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=1000))
-    loads = SimpleNamespace(AutoConfig=SimpleNamespace(from_pretrained=lambda _: config))
-    monkeypatch.setitem(sys.modules, "transformers", loads)  # type: ignore[arg-type]
     monkeypatch.setattr(bench_module, "start_engine", starts)
     monkeypatch.setattr(bench_module, "wait_until_ready", waits)
     monkeypatch.setattr(bench_module, "stop_servers", lambda pair: stopped.extend(each.name for each in pair))
@@ -491,7 +487,7 @@ def test_the_plot_is_a_picture(name: str, tmp_path: Path) -> None:
     [
         (["--against", "NixlConector"], "Did you mean 'NixlConnector'"),
         (["--against", "kvferry"], "cannot be compared"),
-        (["--against", "OffloadingConnector"], "cannot be compared"),
+        (["--against", "OffloadingConnector"], "cannot be compared with kvferry. Use kvferry-concurrent"),
         (["--offload", "--against", "NixlConnector"], "Use OffloadingConnector, none"),
         (["--offload", "--prefill-tp", "2"], "there is no prefill engine"),
         (["--against", "MooncakeConnector,NixlPush"], "Did you mean 'NixlPushConnector'"),

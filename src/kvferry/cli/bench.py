@@ -380,8 +380,10 @@ def _connectors(against: str | None, comparable: Sequence[str]) -> tuple[str, ..
     named = [NIXL if NIXL in others else IN_TREE_OFFLOAD] if against is None else _parts(against)
     for name in named:
         if name not in others:
-            problem = f"--against {name!r}: it cannot be compared."
-            remedy = did_you_mean(name, others, f"Use {', '.join(others)}.")
+            problem = f"--against {name!r}: it cannot be compared with {own}."
+            remedy = f"Use {', '.join(others)}."
+            if name not in CONNECTORS:
+                remedy = did_you_mean(name, others, remedy)
             raise SettingsError(Reason.INVALID_SETTING, problem, remedy)
     return (own, *dict.fromkeys(named))
 
