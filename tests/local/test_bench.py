@@ -1,13 +1,16 @@
 """``kvferry bench`` without engines: which rows are measured, what a turn counts, and what is printed and drawn."""
 
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.error import URLError
 from xml.etree import ElementTree
 
 import pytest
@@ -17,10 +20,28 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvferry.cli import bench as bench_module
-from kvferry.cli.bench import KVFERRY, METRICS, NIXL, NONE, BenchSettings, Contestant
+from kvferry.cli import bench_connectors
+from kvferry.cli.bench import BenchSettings
+from kvferry.cli.bench_connectors import (
+    CONCURRENT,
+    CONNECTORS,
+    HANDING_OVER,
+    IN_TREE_OFFLOAD,
+    KVFERRY,
+    MOONCAKE,
+    NIXL,
+    NONE,
+    OFFER,
+    OFFLOAD,
+    OFFLOADING,
+    PUSH,
+    Contestant,
+    cause_of_end,
+)
 from kvferry.cli.bench_report import BenchReport, Cell, Moved, Request, Row, Turn
 from kvferry.cli.main import app
 from kvferry.errors import TransportError
+from kvferry.harness.child_process import LaunchError
 from kvferry.harness.launch import Server, scrape_metrics
 
 CELL = Cell(100, 2)
@@ -83,15 +104,75 @@ def test_each_engine_gets_its_share_of_the_gpus(
         connectors=(KVFERRY, NIXL),
         cache_bytes=1 << 30,
     )
-    engines = [chosen.engine(KVFERRY, "kv_producer", index) for index in range(4)]
+    engines = [chosen.engine(KVFERRY, "kv_producer", index, 0) for index in range(4)]
     assert [engine.variables["CUDA_VISIBLE_DEVICES"] for engine in engines] == expected
     assert [engine.gpu_memory for engine in engines] == pytest.approx([part] * 4)
     assert "--no-enforce-eager" in engines[0].arguments
 
 
 def test_an_engine_without_a_connector_has_no_transfer_configuration(tmp_path: Path) -> None:
-    assert "--kv-transfer-config" not in settings(tmp_path).engine(NONE, "kv_consumer", 0).command(1)
-    assert '"NixlConnector"' in " ".join(settings(tmp_path).engine(NIXL, "kv_consumer", 0).command(1))
+    assert "--kv-transfer-config" not in settings(tmp_path).engine(NONE, "kv_consumer", 0, 0).command(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "vllm_name", "extra"),
+    [
+        (KVFERRY, "KVFerryConnector", {}),
+        (CONCURRENT, "KVFerryConnector", {"bootstrap_port": 20001}),
+        (NIXL, "NixlConnector", {}),
+        (PUSH, "NixlPushConnector", {}),
+        (MOONCAKE, "MooncakeConnector", {"mooncake_protocol": "tcp"}),
+    ],
+)
+def test_each_connector_has_its_configuration(
+    name: str, vllm_name: str, extra: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_connectors, "RDMA_DEVICES", tmp_path / "infiniband")
+    chosen = settings(tmp_path)
+    prefill = chosen.engine(name, "kv_producer", 0, 20001)
+    config = prefill.transfer_config()
+    assert (config["kv_connector"], config["kv_role"]) == (vllm_name, "kv_producer")
+    assert config["kv_connector_extra_config"] == extra
+    variables = prefill.environment(20000)
+    assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in variables) is (name in (NIXL, PUSH))
+    assert variables.get("VLLM_MOONCAKE_BOOTSTRAP_PORT") == ("20001" if name == MOONCAKE else None)
+    decode = chosen.engine(name, "kv_consumer", 1, 20001).transfer_config()["kv_connector_extra_config"]
+    assert decode == (extra if name == MOONCAKE else {})
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    found = chosen.engine(name, "kv_producer", 0, 20001).connector_settings
+    assert found == ({"mooncake_protocol": "rdma"} if name == MOONCAKE else extra)
+
+
+PREFILL_ADDRESS = {"remote_engine_id": "p-1", "remote_host": "localhost", "remote_port": 5600, "tp_size": 2}
+TO_LOAD = {"do_remote_decode": False, "do_remote_prefill": True}
+
+
+def test_an_engine_that_offloads_has_host_memory_and_can_forget(tmp_path: Path) -> None:
+    chosen = settings(tmp_path, connectors=(OFFLOAD, IN_TREE_OFFLOAD, NONE), cache_bytes=1 << 20)
+    assert chosen.num_engines == 3
+    for name, vllm_name, setting in (
+        (OFFLOAD, "KVFerryOffloadConnector", "host_bytes"),
+        (IN_TREE_OFFLOAD, "OffloadingConnector", "cpu_bytes_to_use"),
+    ):
+        engine = chosen.engine(name, "kv_both", 0, 20001)
+        config = engine.transfer_config()
+        assert (config["kv_connector"], config["kv_role"]) == (vllm_name, "kv_both")
+        assert config["kv_connector_extra_config"] == {setting: 2 << 20}
+        assert engine.variables["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("offload", "against", "expected"),
+    [
+        (False, None, (KVFERRY, NIXL)),
+        (False, "MooncakeConnector, NixlPushConnector,none", (KVFERRY, MOONCAKE, PUSH, NONE)),
+        (False, "kvferry-concurrent", (KVFERRY, CONCURRENT)),
+        (True, None, (OFFLOAD, IN_TREE_OFFLOAD)),
+        (True, "none,none", (OFFLOAD, NONE)),
+    ],
+)
+def test_the_connectors_of_a_comparison(offload: bool, against: str | None, expected: tuple[str, ...]) -> None:
+    assert bench_module._connectors(against, OFFLOADING if offload else HANDING_OVER) == expected
 
 
 class Engine(BaseHTTPRequestHandler):
@@ -99,23 +180,40 @@ class Engine(BaseHTTPRequestHandler):
 
     connector = KVFERRY
     answers_tokens = 4
+    own_tokens = (0, 1, 2, 3)
+    computed = 5
     counted = 0
+    resets, resets_until_free, first_token_after_reset = 0, 2, 0
+    held: dict[str, Any] = PREFILL_ADDRESS
     asked: list[dict[str, Any]]
 
     def do_GET(self) -> None:
-        lines = [f"{metric} {2.0 * type(self).counted}" for metric in METRICS[self.connector].values()]
+        if self.path == "/query":
+            self._answer(json.dumps({"0": {"engine_id": "p-2", "worker_addr": {}}}))
+            return
+        lines = [f"{metric} {2.0 * type(self).counted}" for metric in CONNECTORS[self.connector].metrics.values()]
         source = 'vllm:prompt_tokens_by_source_total{source="%s"} %d'
-        lines += [source % (name, 5) for name in ("external_kv_transfer", "local_cache_hit", "local_compute")]
+        counts = {"external_kv_transfer": 5, "local_cache_hit": 5, "local_compute": self.computed * type(self).counted}
+        lines += [source % item for item in counts.items()]
         self._answer("\n".join(lines) + "\n")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        type(self).asked.append(body)
-        if not body.get("stream"):
-            self._answer(json.dumps({"kv_transfer_params": {"held": body["prompt"][0]}}))
+        if self.path == "/reset_prefix_cache":
+            type(self).resets += 1
+            self._answer(json.dumps({"success": self.resets == self.resets_until_free}))
             return
-        type(self).counted += 1
-        chunks = [{"choices": [{"token_ids": [token]}]} for token in range(self.answers_tokens)]
+        type(self).asked.append(body | {"id": self.headers["X-Request-Id"]})
+        params = body.get("kv_transfer_params")
+        type(self).counted += params is not None or "stream" in body
+        if not body.get("stream"):
+            held = {} if params is None or "transfer_id" in params else self.held | {"held": body["prompt"][0]}
+            tokens = list(self.own_tokens)[: body["max_tokens"]]
+            self._answer(json.dumps({"kv_transfer_params": held, "choices": [{"token_ids": tokens}]}))
+            return
+        first = self.first_token_after_reset if self.resets else 0
+        tokens = [first, *range(1, self.answers_tokens)][: self.answers_tokens]
+        chunks = [{"choices": [{"token_ids": [token]}]} for token in tokens]
         self._answer("".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n")
 
     def _answer(self, text: str) -> None:
@@ -141,23 +239,177 @@ def start() -> Iterator[Any]:
         yield serve
 
 
-@pytest.mark.parametrize("connector", [KVFERRY, NIXL, NONE])
+def port_of(server: Any) -> int:
+    return int(server.url.rpartition(":")[2])
+
+
+@pytest.mark.parametrize("connector", [KVFERRY, NIXL])
 def test_a_turn_hands_each_prompt_over_and_counts_what_moved(connector: str, start: Any) -> None:
     decode, decoding = start(connector=connector)
-    prefill, prefilling = (None, None) if connector == NONE else start(connector=connector)
+    prefill, prefilling = start(connector=connector)
     turn = Contestant(connector, decode, prefill, 1000, 4).turn(CELL)
     assert len(turn.requests) == 2
     assert all(each.first_token_seconds > 0 and each.token_seconds >= 0 for each in turn.requests)
+    assert all(each.prefill_seconds > 0 for each in turn.requests)
     assert len({tuple(body["prompt"]) for body in decoding.asked}) == 2
     assert {len(body["prompt"]) for body in decoding.asked} == {100}
-    if prefilling is None:
-        assert all("kv_transfer_params" not in body for body in decoding.asked)
-        assert turn.moved == Moved()
-        return
-    assert {body["max_tokens"] for body in prefilling.asked} == {1}
-    assert all(body["kv_transfer_params"] == {"held": body["prompt"][0]} for body in decoding.asked)
-    expected = dict.fromkeys(METRICS[connector], 4.0)
-    assert turn.moved == Moved(**expected)
+    assert [body["max_tokens"] for body in prefilling.asked] == [1, 1, 4, 4]
+    assert all(body["kv_transfer_params"] == OFFER for body in prefilling.asked[:2])
+    assert all(body["kv_transfer_params"]["held"] == body["prompt"][0] for body in decoding.asked)
+    assert turn.moved == Moved(**dict.fromkeys(CONNECTORS[connector].metrics, 4.0), computed_tokens=10)
+
+
+def test_without_a_connector_one_engine_computes(start: Any) -> None:
+    decode, decoding = start(connector=NONE)
+    turn = Contestant(NONE, decode, None, 1000, 4).turn(CELL)
+    assert all("kv_transfer_params" not in body for body in decoding.asked)
+    assert (turn.moved, turn.differing) == (Moved(computed_tokens=10), 0)
+
+
+@pytest.mark.parametrize("connector", [CONCURRENT, MOONCAKE, PUSH])
+def test_a_concurrent_flow_asks_both_engines_with_one_id(connector: str, start: Any) -> None:
+    decode, decoding = start(connector=connector)
+    prefill, prefilling = start(connector=connector)
+    contestant = Contestant(connector, decode, prefill, 1000, 4, port_of(prefill))
+    contestant.warm_up()
+    prefilling.asked.clear()
+    decoding.asked.clear()
+    turn = contestant.turn(CELL)
+    assert [each.prefill_seconds for each in turn.requests] == [0, 0]
+    held = {body["id"]: body for body in prefilling.asked if "kv_transfer_params" in body}
+    assert len(held) == len(decoding.asked) == 2
+    for body in decoding.asked:
+        asked = held[body["id"]]
+        assert (asked["prompt"], asked["max_tokens"], body["max_tokens"]) == (body["prompt"], 1, 4)
+        if connector == PUSH:
+            assert asked["kv_transfer_params"] == OFFER
+            assert body["kv_transfer_params"] == {**TO_LOAD, **PREFILL_ADDRESS, "remote_request_id": body["id"]}
+            continue
+        transfer = {"transfer_id": body["id"]}
+        source = {"remote_bootstrap_addr": f"http://127.0.0.1:{port_of(prefill)}", "remote_engine_id": "p-2"}
+        assert asked["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False, **transfer}
+        assert body["kv_transfer_params"] == {**TO_LOAD, **source, **transfer}
+    assert turn.moved == Moved(**dict.fromkeys(CONNECTORS[connector].metrics, 4.0), computed_tokens=10)
+
+
+def test_the_first_prompt_of_a_push_is_handed_over_in_turn(start: Any) -> None:
+    decode, decoding = start(connector=PUSH)
+    prefill, prefilling = start(connector=PUSH)
+    Contestant(PUSH, decode, prefill, 1000, 4).warm_up()
+    (held,) = (body for body in prefilling.asked if "kv_transfer_params" in body)
+    (loaded,) = (body for body in decoding.asked if "kv_transfer_params" in body)
+    assert (held["id"], held["prompt"]) == (loaded["id"], loaded["prompt"])
+    assert loaded["kv_transfer_params"] == {**TO_LOAD, **PREFILL_ADDRESS, "remote_request_id": held["id"]}
+
+
+@pytest.mark.parametrize(("first_token", "differing"), [(0, 0), (7, 2)])
+def test_an_engine_that_offloads_answers_twice_and_forgets_in_between(
+    first_token: int, differing: int, start: Any
+) -> None:
+    engine, asked = start(connector=OFFLOAD, first_token_after_reset=first_token)
+    turn = Contestant(OFFLOAD, engine, None, 1000, 4).turn(CELL)
+    stored, loaded = ({tuple(body["prompt"]) for body in bodies} for bodies in (asked.asked[:2], asked.asked[2:]))
+    assert len(asked.asked) == 4
+    assert stored == loaded
+    assert len(stored) == asked.resets == 2
+    assert (turn.differing, turn.moved) == (differing, Moved(computed_tokens=10))
+
+
+def test_an_engine_that_keeps_its_blocks_is_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = start(connector=OFFLOAD, resets_until_free=-1)
+    minutes = count(0, 60)
+    clock = SimpleNamespace(monotonic=lambda: next(minutes), sleep=lambda _: None, perf_counter=lambda: 0.0)
+    monkeypatch.setattr(bench_connectors, "time", clock)
+    with pytest.raises(TransportError, match="keeps blocks in use for 100 s"):
+        Contestant(OFFLOAD, engine, None, 1000, 4).turn(CELL, 100)
+    assert asked.resets == 2
+
+
+def test_answers_that_differ_from_the_prefill_engine_alone_are_counted(start: Any) -> None:
+    decode, _ = start()
+    prefill, _ = start(own_tokens=(0, 1, 2, 4))
+    assert Contestant(KVFERRY, decode, prefill, 1000, 4).turn(CELL).differing == 2
+
+
+def test_requests_that_move_nothing_are_an_error(start: Any) -> None:
+    for computed, fails in ((99, False), (100, True)):
+        decode, _ = start(computed=computed)
+        prefill, _ = start()
+        contestant = Contestant(KVFERRY, decode, prefill, 1000, 4)
+        if fails:
+            with pytest.raises(TransportError, match="nothing moved; the decode engine computed all 100 tokens"):
+                contestant.turn(CELL)
+        else:
+            assert contestant.turn(CELL).moved.computed_tokens == 198
+
+
+def test_the_prefill_engine_s_refusal_of_a_concurrent_request_is_told(start: Any) -> None:
+    def fails(handler: Any) -> None:
+        handler.send_error(400, "no such transfer")
+
+    def breaks(handler: Any) -> None:
+        handler._answer('data: {"error": {"message": "KV load failure"}}\n\n')
+
+    decode, _ = start(connector=MOONCAKE, do_POST=breaks)
+    prefill, _ = start(connector=MOONCAKE, do_POST=fails)
+    with pytest.raises(TransportError, match=r"(?s)answered 400: .*no such transfer"):
+        Contestant(MOONCAKE, decode, prefill, 1000, 4).turn(CELL)
+
+
+def test_an_engine_that_says_nothing_is_not_waited_for(start: Any) -> None:
+    asked = threading.Event()
+    decode, _ = start(connector=NONE, do_POST=lambda _: asked.wait(30))
+    with pytest.raises(TransportError, match="did not answer: timed out"):
+        Contestant(NONE, decode, None, 1000, 4).turn(Cell(100, 1), 0.05)
+    asked.set()
+
+
+def ended_server(folder: Path, status: int | None, log: str) -> Any:
+    path = folder / "engine.log"
+    path.write_text(log)
+    return SimpleNamespace(process=SimpleNamespace(name="prefill", log_path=path, exit_status=lambda: status))
+
+
+def test_the_cause_of_an_engine_s_end_is_in_its_log(tmp_path: Path) -> None:
+    assert cause_of_end([ended_server(tmp_path, None, "RuntimeError: of a trial")]) is None
+    assert cause_of_end([ended_server(tmp_path, 132, "INFO ready")]) == "prefill ended: exit status 132"
+    log = "ERROR [x.py:3] RuntimeError: Mooncake is not available\nRuntimeError: failed. See root cause above."
+    assert cause_of_end([ended_server(tmp_path, 1, log)]) == "prefill ended: RuntimeError: Mooncake is not available"
+
+
+def test_a_peer_that_does_not_start_or_answer_has_a_reason_and_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped: list[str] = []
+
+    def starts(name: str, *_: Any) -> Any:
+        process = SimpleNamespace(name=name, exit_status=lambda: None)
+        return SimpleNamespace(name=name, url="http://127.0.0.1:9", process=process, metrics=dict)
+
+    def waits(pair: list[Any], on_progress: Any) -> None:
+        if pair[0].name.startswith(failing):
+            raise LaunchError(bench_module.Reason.DEADLINE_EXCEEDED, "was not ready after 240 s", "")
+
+    def warms(contestant: Contestant) -> None:
+        if contestant.name == PUSH:
+            raise URLError("refused")
+
+    monkeypatch.setattr(bench_module, "start_engine", starts)
+    monkeypatch.setattr(bench_module, "wait_until_ready", waits)
+    monkeypatch.setattr(bench_module, "stop_servers", lambda pair: stopped.extend(each.name for each in pair))
+    monkeypatch.setattr(Contestant, "warm_up", warms)
+    chosen = settings(tmp_path, connectors=(KVFERRY, MOONCAKE, PUSH, NONE))
+    failing = MOONCAKE
+    contestants, problems = bench_module._start(chosen, tmp_path, [], lambda _: None)
+    assert [each.name for each in contestants] == [KVFERRY, NONE]
+    assert "do not start" in problems[MOONCAKE]
+    assert "240 s" in problems[MOONCAKE]
+    assert "do not answer" in problems[PUSH]
+    assert "refused" in problems[PUSH]
+    assert stopped == [f"{name}-{role}" for name in (MOONCAKE, PUSH) for role in ("prefill", "decode")]
+    failing = KVFERRY
+    with pytest.raises(LaunchError, match="240 s"):
+        bench_module._start(chosen, tmp_path, [], lambda _: None)
 
 
 @pytest.mark.parametrize("answers_tokens", [0, 1])
@@ -184,7 +436,8 @@ def turn_of(seconds: float, connector: str = KVFERRY, computed: float = 0.0) -> 
     loads = 0.0 if connector == NONE else 2.0
     wait = 0.02 if connector == KVFERRY else 0.0
     moved = Moved(loads, 2e9 * loads / 2, 8 * loads / 2, 0.5 * loads / 2, wait, computed)
-    return Turn((Request(0.1, seconds, 0.01), Request(0.1, 3 * seconds, 0.01)), 1.0, moved)
+    requests = (Request(0.1, seconds, 0.01), Request(0.1, 3 * seconds, 0.01))
+    return Turn(requests, 1.0, moved, int(connector == NIXL))
 
 
 def test_a_row_has_the_medians_of_its_turns() -> None:
@@ -213,6 +466,8 @@ def test_the_table_and_the_json_have_ratios_and_reasons() -> None:
     assert "left out: [8000] tokens." in text
     assert "NixlConnector, 100 tokens: the decode engine computed 7 tokens of each prompt" in text
     assert "none, 100 tokens: the decode" not in text
+    assert "NixlConnector, 100 tokens, 2 at once: 1 of 2 answers have other tokens" in text
+    assert "kvferry, 100 tokens, 2 at once" not in text
     rows = json.loads(json.dumps(shown.to_json()))["rows"]
     ratios = {row["connector"]: row["kvferry_ratio"] for row in rows if row["tokens"] == 100}
     assert ratios == {KVFERRY: None, NIXL: pytest.approx(2.1 / 4.1), NONE: pytest.approx(2.1 / 4.1)}
@@ -232,6 +487,10 @@ def test_the_plot_is_a_picture(name: str, tmp_path: Path) -> None:
     [
         (["--against", "NixlConector"], "Did you mean 'NixlConnector'"),
         (["--against", "kvferry"], "cannot be compared"),
+        (["--against", "OffloadingConnector"], "cannot be compared with kvferry. Use kvferry-concurrent"),
+        (["--offload", "--against", "NixlConnector"], "Use OffloadingConnector, none"),
+        (["--offload", "--prefill-tp", "2"], "there is no prefill engine"),
+        (["--against", "MooncakeConnector,NixlPush"], "Did you mean 'NixlPushConnector'"),
         (["--tokens", "100,many"], "--tokens 'many' is no number"),
         (["--at-once", "0"], "--at-once '0' is no number"),
         (["--cache", "4 apples"], "--cache"),
@@ -250,11 +509,13 @@ def test_wrong_options_are_refused_before_an_engine_starts(options: list[str], s
 class Fake:
     """A contestant whose turns take a second of a virtual clock each."""
 
-    def __init__(self, name: str, clock: list[float], log: list[str], fails: bool) -> None:
-        self.name, self._clock, self._log, self._fails = name, clock, log, fails
+    servers: tuple[Any, ...] = ()
 
-    def turn(self, cell: Cell) -> Turn:
-        self._clock[0] += 1
+    def __init__(self, name: str, clock: list[float], log: list[str], fails: bool, hangs: bool = False) -> None:
+        self.name, self._clock, self._log, self._fails, self._hangs = name, clock, log, fails, hangs
+
+    def turn(self, cell: Cell, seconds: float) -> Turn:
+        self._clock[0] += seconds if self._hangs else 1
         self._log.append(self.name)
         if self._fails:
             raise TransportError(bench_module.Reason.TRANSFER_FAILED, "it broke.", "")
@@ -266,25 +527,51 @@ class Fake:
     def resume(self) -> None: ...
 
 
-@given(turns=st.integers(1, 4), seconds=st.floats(1, 60), fails=st.booleans())
-def test_turns_rotate_and_end_in_time_and_each_cell_has_a_row(turns: int, seconds: float, fails: bool) -> None:
-    clock, log = [0.0], list[str]()
-    cells = [Cell(100, 1), Cell(200, 1)]
+def rows_of(fakes: list[Fake], clock: list[float], seconds: float, turns: int) -> tuple[Row, ...]:
     chosen = SimpleNamespace(
-        connectors=(KVFERRY, NIXL), cells=lambda: (cells, {}), seconds=seconds, turns=turns, num_engines=4
+        connectors=(KVFERRY, NIXL), cells=lambda: (CELLS, {}), seconds=seconds, turns=turns, num_engines=4
     )
-    fakes = [Fake(KVFERRY, clock, log, False), Fake(NIXL, clock, log, fails)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_module, "_start", lambda *_: (fakes, {}))
         patch.setattr(bench_module, "_conditions", lambda *_: {})
         patch.setattr(bench_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         found = bench_module.run(chosen, "model", Path(), lambda _: None)  # type: ignore[arg-type]
+    names = [(cell.tokens, name) for cell in CELLS for name in chosen.connectors]
+    assert [(row.cell.tokens, row.connector) for row in found.rows] == names
+    return tuple(found.rows)
+
+
+CELLS = [Cell(100, 1), Cell(200, 1)]
+
+
+def test_a_peer_that_hangs_has_no_further_turn() -> None:
+    clock, log = [0.0], list[str]()
+    rows = rows_of([Fake(KVFERRY, clock, log, False), Fake(NIXL, clock, log, True, hangs=True)], clock, 600, 3)
+    assert clock[0] == 4 * 2 + 60
+    assert [row.turns for row in rows if row.connector == KVFERRY] == [3, 3]
+    first, second = (row.problem for row in rows if row.connector == NIXL)
+    assert "1 turns failed, the last one so: it broke" in first
+    assert second == "no turn after one that failed after 60 s, in another row."
+
+
+def test_a_peer_whose_engine_ends_has_no_further_turn(tmp_path: Path) -> None:
+    clock, log = [0.0], list[str]()
+    peer = Fake(NIXL, clock, log, True)
+    peer.servers = (ended_server(tmp_path, 1, "ValueError: no such device"),)
+    rows = rows_of([Fake(KVFERRY, clock, log, False), peer], clock, 600, 3)
+    assert log.count(NIXL) == 1
+    first, second = (row.problem for row in rows if row.connector == NIXL)
+    assert "prefill ended: ValueError: no such device" in first
+    assert second == "no turn after an engine ended, in another row."
+
+
+@given(turns=st.integers(1, 4), seconds=st.floats(1, 60), fails=st.booleans())
+def test_turns_rotate_and_end_in_time_and_each_cell_has_a_row(turns: int, seconds: float, fails: bool) -> None:
+    clock, log = [0.0], list[str]()
+    rows = rows_of([Fake(KVFERRY, clock, log, False), Fake(NIXL, clock, log, fails)], clock, seconds, turns)
     assert clock[0] <= seconds + 1
-    assert [(row.cell.tokens, row.connector) for row in found.rows] == [
-        (cell.tokens, name) for cell in cells for name in chosen.connectors
-    ]
     complete = clock[0] == 2 * 2 * (turns + 1)
-    for row in found.rows:
+    for row in rows:
         if row.connector == NIXL and fails:
             assert "it broke" in row.problem or "minutes were over" in row.problem
         elif complete:
@@ -300,11 +587,11 @@ def test_turns_rotate_and_end_in_time_and_each_cell_has_a_row(turns: int, second
 
 def test_servers_of_a_contestant_are_paused_together(monkeypatch: pytest.MonkeyPatch) -> None:
     signalled: list[tuple[int, int]] = []
-    monkeypatch.setattr(bench_module.os, "kill", lambda number, kind: signalled.append((number, kind)))
+    monkeypatch.setattr(bench_connectors.os, "kill", lambda number, kind: signalled.append((number, kind)))
     servers = [Server(SimpleNamespace(process_ids=lambda own=own: [own]), "", 0.0) for own in (7, 8)]  # type: ignore[arg-type,misc]
     contestant = Contestant(KVFERRY, servers[1], servers[0], 10, 4)
     contestant.pause()
     contestant.resume()
     contestant.resume()
-    stop, go = bench_module.signal.SIGSTOP, bench_module.signal.SIGCONT
+    stop, go = signal.SIGSTOP, signal.SIGCONT
     assert signalled == [(7, stop), (8, stop), (7, go), (8, go)]

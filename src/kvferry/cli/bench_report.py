@@ -45,11 +45,15 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Requests of one connector that were sent at once, and the seconds until the last was answered."""
+    """Requests of one connector that were sent at once, and the seconds until the last was answered.
+
+    ``differing`` answers have other tokens than those of one engine that computed the prompt.
+    """
 
     requests: tuple[Request, ...]
     seconds: float
     moved: Moved
+    differing: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,9 @@ class Row:
     gb_per_second: float | None = None
     computed_tokens: float = 0.0
     """Of a request's prompt, by the decode engine."""
+    answers: int = 0
+    differing: int = 0
+    """Of the answers, those with other tokens than those of one engine that computed the prompt."""
     problem: str = ""
 
     @classmethod
@@ -98,6 +105,8 @@ class Row:
             token_ms=1e3 * median(each.token_seconds for each in requests),
             requests_per_second=median(len(turn.requests) / turn.seconds for turn in turns),
             computed_tokens=median(each.computed_tokens for each in moved) / cell.at_once,
+            answers=len(requests),
+            differing=sum(turn.differing for turn in turns),
         )
         if not all(each.loads for each in moved):
             return row
@@ -113,15 +122,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """All rows, what was compared, and on what."""
+    """All rows, what was compared, and on what. ``own`` is kvferry's connector."""
 
     rows: tuple[Row, ...]
     conditions: Mapping[str, Any]
+    own: str = KVFERRY
 
     def ratio(self, row: Row) -> float | None:
         """Return kvferry's time to the first token divided by this row's, in the same cell; None for no time."""
-        own = next((each for each in self.rows if each.connector == KVFERRY and each.cell == row.cell), None)
-        if own is None or row.connector == KVFERRY or not (own.whole_ms and row.whole_ms):
+        own = next((each for each in self.rows if each.connector == self.own and each.cell == row.cell), None)
+        if own is None or row.connector == self.own or not (own.whole_ms and row.whole_ms):
             return None
         return own.whole_ms / row.whole_ms
 
@@ -159,7 +169,12 @@ class BenchReport:
         for row in measured:
             if row.connector != "none" and row.computed_tokens > 1:
                 told = f"{row.connector}, {row.cell.tokens} tokens: the decode engine computed {row.computed_tokens:g}"
-                console.print(f"{told} tokens of each prompt, which did not come from the prefill engine.")
+                console.print(f"{told} tokens of each prompt, which it did not load.")
+        for row in measured:
+            if row.differing:
+                cell = f"{row.cell.tokens} tokens, {row.cell.at_once} at once"
+                told = f"{row.connector}, {cell}: {row.differing} of {row.answers} answers have other tokens than"
+                console.print(f"{told} one engine alone gives (wrong bytes, or rounding between two near values).")
         for row in self.rows:
             if row.problem:
                 cell = f"{row.cell.tokens} tokens, {row.cell.at_once} at once"
