@@ -1,6 +1,7 @@
 """``kvferry bench`` without engines: which rows are measured, what a turn counts, and what is printed and drawn."""
 
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -27,7 +28,6 @@ from kvferry.cli.bench_connectors import (
     CONNECTORS,
     HANDING_OVER,
     IN_TREE_OFFLOAD,
-    KVFERRY,
     MOONCAKE,
     NIXL,
     NONE,
@@ -38,9 +38,9 @@ from kvferry.cli.bench_connectors import (
     Contestant,
     cause_of_end,
 )
-from kvferry.cli.bench_report import BenchReport, Cell, Moved, Request, Row, Turn
+from kvferry.cli.bench_report import KVFERRY, BenchReport, Cell, Moved, Request, Row, Turn
 from kvferry.cli.main import app
-from kvferry.errors import TransportError
+from kvferry.errors import Reason, TransportError
 from kvferry.harness.child_process import LaunchError
 from kvferry.harness.launch import Server, scrape_metrics
 
@@ -388,7 +388,7 @@ def test_a_peer_that_does_not_start_or_answer_has_a_reason_and_is_stopped(
 
     def waits(pair: list[Any], on_progress: Any) -> None:
         if pair[0].name.startswith(failing):
-            raise LaunchError(bench_module.Reason.DEADLINE_EXCEEDED, "was not ready after 240 s", "")
+            raise LaunchError(Reason.DEADLINE_EXCEEDED, "was not ready after 240 s", "")
 
     def warms(contestant: Contestant) -> None:
         if contestant.name == PUSH:
@@ -518,7 +518,7 @@ class Fake:
         self._clock[0] += seconds if self._hangs else 1
         self._log.append(self.name)
         if self._fails:
-            raise TransportError(bench_module.Reason.TRANSFER_FAILED, "it broke.", "")
+            raise TransportError(Reason.TRANSFER_FAILED, "it broke.", "")
         return turn_of(1.0, self.name)
 
     def pause(self) -> None:
@@ -587,7 +587,7 @@ def test_turns_rotate_and_end_in_time_and_each_cell_has_a_row(turns: int, second
 
 def test_servers_of_a_contestant_are_paused_together(monkeypatch: pytest.MonkeyPatch) -> None:
     signalled: list[tuple[int, int]] = []
-    monkeypatch.setattr(bench_connectors.os, "kill", lambda number, kind: signalled.append((number, kind)))
+    monkeypatch.setattr(os, "kill", lambda number, kind: signalled.append((number, kind)))
     servers = [Server(SimpleNamespace(process_ids=lambda own=own: [own]), "", 0.0) for own in (7, 8)]  # type: ignore[arg-type,misc]
     contestant = Contestant(KVFERRY, servers[1], servers[0], 10, 4)
     contestant.pause()
