@@ -14,7 +14,7 @@ IN_TWO_PROCESSES := -n 2 --dist worksteal
 SECOND_CHANCE := $(if $(CI),--reruns 1 -rR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix test-models test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-deploy docs lint bench clean
+.PHONY: help setup demo test test-matrix test-models test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-image check-deploy docs lint bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -84,6 +84,10 @@ package: setup ## The source distribution and the wheel in dist/, the same bytes
 check-package: setup ## The wheel in fresh environments: alone on Python 3.11 to 3.13; beside vLLM by the README's lines (4 GB, some minutes)
 	@$(VENV_PYTHON) scripts/check_package.py
 	@$(VENV_PYTHON) scripts/check_package.py --vllm
+
+# Takes Debian's packages with ARGS=--debootstrap, where no registry of images can be reached.
+check-image: setup ## The image of docker/Dockerfile.cpu, built and tried; exit code 2 where nothing here builds images (10 GB)
+	@$(VENV_PYTHON) scripts/check_image.py $(ARGS)
 
 check-deploy: setup ## docs/deploy: by the schemas of Compose and Kubernetes, by systemd and by Prometheus (about a minute at first)
 	@$(VENV_PYTHON) scripts/check_deploy.py
