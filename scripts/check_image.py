@@ -13,7 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from package import ROOT, build
@@ -68,11 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"nothing was built: there is no builder here; needed is {wanted}", file=sys.stderr)
         return 2
     try:
-        version = build_image(
-            builder, make_base(builder) if options.debootstrap else options.base, options.builders_options
-        )
-        for trial in (Trial(["kvferry", "--version"], 0, f"kvferry {version}"), *TRIALS):
-            try_in_container(builder, trial)
+        base = make_base(builder) if options.debootstrap else options.base
+        version = build_image(builder, base, options.builders_options)
+        with commands_in_container(builder) as begin:
+            for trial in (Trial(["kvferry", "--version"], 0, f"kvferry {version}"), *TRIALS):
+                run_trial(begin, trial)
     except (Failed, subprocess.CalledProcessError) as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
@@ -107,16 +108,22 @@ def build_image(builder: str, base: str | None, more: Sequence[str]) -> str:
     return wheel.name.split("-")[1]
 
 
-def try_in_container(builder: str, trial: Trial) -> None:
-    """Run a command in a new container. Raises :class:`Failed`."""
-    if builder == "buildah":
-        container = _output(builder, "from", IMAGE)
-        command, end = [builder, "run", container, "--"], [builder, "rm", container]
-    else:
-        command, end = [builder, "run", "--rm", "--shm-size=2g", IMAGE], []
-    ran = subprocess.run([*command, *trial.command], capture_output=True, text=True, check=False)
-    if end:
-        subprocess.run(end, capture_output=True, check=True)
+@contextmanager
+def commands_in_container(builder: str) -> Iterator[list[str]]:
+    """Yield what begins a command line that runs in a container of the image."""
+    if builder != "buildah":
+        yield [builder, "run", "--rm", "--shm-size=2g", IMAGE]
+        return
+    container = _output(builder, "from", IMAGE)
+    try:
+        yield [builder, "run", container, "--"]
+    finally:
+        subprocess.run([builder, "rm", container], check=False, stdout=subprocess.DEVNULL)
+
+
+def run_trial(begin: Sequence[str], trial: Trial) -> None:
+    """Run a command in a container. Raises :class:`Failed`."""
+    ran = subprocess.run([*begin, *trial.command], capture_output=True, text=True, check=False)
     output = ran.stdout + ran.stderr
     if ran.returncode != trial.status or trial.told not in output:
         raise Failed(f"{' '.join(trial.command)}: exit status {ran.returncode}\n{output}")
