@@ -14,7 +14,7 @@ IN_TWO_PROCESSES := -n 2 --dist worksteal
 SECOND_CHANCE := $(if $(CI),--reruns 1 -rR)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-matrix test-models test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-deploy picture docs lint bench clean
+.PHONY: help setup demo test test-matrix test-models test-chaos test-hosts test-versions test-fast test-full test-gpu check-vllm package check-package check-image check-deploy picture docs lint bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16

@@ -75,3 +75,12 @@ def test_the_readmes_lines_write_nothing_but_the_answer_to_standard_output(tmp_p
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     ran = subprocess.run(["/bin/bash", "-c", lines], env=environment, capture_output=True, text=True, timeout=60)
     assert ran.stdout == "answer\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--debootstrap"]], ids=" ".join)
+def test_a_machine_that_builds_no_images_is_told_what_is_needed(arguments: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT.with_name("check_image.py")), *arguments]
+    ran = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("nothing was built")
+    assert "buildah" in ran.stderr
