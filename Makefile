@@ -9,7 +9,7 @@ MODELS := tests/host/vllm/test_families.py tests/adapter/test_models_against_vll
   tests/adapter/test_models_in_views.py tests/adapter/test_identities.py
 MATRIX := tests/host tests/adapter/test_refused_combinations.py $(filter tests/adapter/%,$(MODELS))
 
-IN_TWO_PROCESSES := -n 2 --dist worksteal
+IN_THREE_PROCESSES := -n 3 --dist worksteal
 # A noisy machine may starve a test of threads. CI runs such a test twice and names it; engines have no second chance.
 SECOND_CHANCE := $(if $(CI),--reruns 1 -rR)
 
@@ -27,13 +27,13 @@ demo: setup ## Prefill on one vLLM engine, decode on another, compare with one e
 
 # Setup installs every package, so a test that is skipped hides a transport that is missing.
 test test-chaos test-hosts: export KVFERRY_NO_SKIPS := 1
-test: export KVFERRY_FUZZ_SECONDS := 60
+test: export KVFERRY_FUZZ_SECONDS := 20
 
-# These tests wait more than they compute, so two processes run them. Engines compute: one process runs those tests.
+# Tests wait for a third of their time, so three processes run them on 2 cores. Engines compute: one process runs those.
 test: setup ## The tests, real vLLM engines included (about 25 minutes on 2 cores)
 	-@scripts/debian install chromium "the test of a timeline's page" chromium google-chrome
 	@$(BANDIT)
-	@$(PYTEST) $(IN_TWO_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/device_memory tests/adapter tests/small_models src $(ARGS)
+	@$(PYTEST) $(IN_THREE_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/device_memory tests/adapter tests/small_models src $(ARGS)
 	@$(PYTEST) tests/host $(ARGS)
 
 test-matrix: setup ## Every pair of engines, every refusal, every published model; writes docs/matrix.md and docs/models.md (about two hours)
