@@ -92,8 +92,9 @@ def find_builder(names: Sequence[str]) -> str | None:
 def make_base(builder: str) -> str:
     """Make an image of Debian's packages, with this machine's sources of them; return its name."""
     with tempfile.TemporaryDirectory(prefix="kvferry-base-") as folder:
+        debootstrap = shutil.which("debootstrap") or "debootstrap"
         packages = f"--include={DEBIAN_PACKAGES}"
-        subprocess.run(["debootstrap", "--variant=minbase", packages, DEBIAN, folder], check=True)
+        subprocess.run([debootstrap, "--variant=minbase", packages, DEBIAN, folder], check=True)
         container = _output(builder, "from", "scratch")
         subprocess.run([builder, "add", "--quiet", container, folder, "/"], check=True)
         subprocess.run([builder, "commit", "--quiet", "--rm", container, BASE_IMAGE], check=True)

@@ -1,7 +1,6 @@
 """Engines whose published configurations differ in one field that changes the cache's meaning refuse each other."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -38,6 +37,8 @@ REFUSED: Mapping[str, str] = {
     "Ling-lite-1.5": "contains custom code",
 }
 """Configurations of which vLLM makes no engine here, and words of its reason."""
+BY_PROCESSOR = frozenset({"Kimi-Linear-48B-A3B-Instruct"})
+"""Refused by vLLM on some processors: where one has AVX-512 BF16, vLLM keeps these states in another type."""
 UNREAD = {"Bamba-9B-v2": "partial_rotary_factor"}
 """Fields that their model's configuration class does not read: its value is always the same."""
 TOWERS = ("vision_config", "audio_config", "quantization_config")
@@ -92,13 +93,15 @@ def record(name: str, outcome: str) -> None:
 @pytest.mark.parametrize("name", IN_EVERY_RUN if results_folder() is None else names())
 def test_one_other_field_is_refused(name: str, tmp_path: Path) -> None:
     config = published(name)
-    if name in REFUSED:
-        with pytest.raises(Exception, match=re.escape(REFUSED[name])):
-            identity(tmp_path, config)
+    record(name, "**failed**")
+    try:
+        ours = identity(tmp_path, config)
+    except Exception as error:
+        if REFUSED.get(name, "no reason") not in str(error):
+            raise
         record(name, f"no engine: {REFUSED[name]}")
         return
-    record(name, "**failed**")
-    ours = identity(tmp_path, config)
+    assert name not in REFUSED or name in BY_PROCESSOR, "is no longer refused"
     compare_identities(ours, identity(tmp_path, config))
     changes = list(with_one_other(config, UNREAD.get(name)))
     for place, changed in changes:
