@@ -67,10 +67,15 @@ def check_order(drawn: list[Job]) -> None:
     writes = [job for job in drawn if job.whole.kind is Kind.WRITE]
     assert len(writes) == len([job for job in drawn if job.whole.kind is Kind.STEP]) == 2
     for job in writes:
-        assert [part.kind for part in job.parts] == [Kind.WAIT, *[Kind.MOVE] * len(LAYERS), Kind.REPORT]
+        waited, *moved, reported = (part.kind for part in job.parts)
+        assert (waited, reported) == (Kind.WAIT, Kind.REPORT)
+        # A busy machine may find two layers done, and write both at once.
+        assert moved == [Kind.MOVE] * len(moved)
+        assert 0 < len(moved) <= len(LAYERS)
         assert load.whole.began <= job.whole.began < job.whole.ended <= load.whole.ended
         [computed] = [job_of for job_of in drawn if job_of.whole.kind is Kind.STEP and job_of.log == job.log]
-        assert [part.kind for part in computed.parts] == [Kind.LAYERS] * len(LAYERS)
+        assert {part.kind for part in computed.parts} == {Kind.LAYERS}
+        assert 0 < len(computed.parts) <= len(LAYERS)
         assert computed.parts[0].ended <= job.parts[1].began
     at = {(arrow.name, arrow.is_sent): arrow.at for job in drawn for arrow in job.arrows}
     assert len(at) == 8
