@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.errors import TransportError
+from kvferry.errors import Reason, TransportError
 from kvferry.execution import device_gather, memory
 from kvferry.execution.device import CudaOrder
 from kvferry.execution.device_gather import GatherBuffer, take_buffer
@@ -269,6 +269,25 @@ def test_a_refused_copy_fails_its_job_and_the_next_chunk_in_its_half_waits(is_lo
     assert good.is_over
     assert bad.is_quiet()
     streams.expect(BLOCKS[:6], SLOTS[:6], is_load=False)
+
+
+@pytest.mark.parametrize("is_load", [False, True])
+def test_a_device_without_room_for_a_table_fails_its_job(is_load: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise RuntimeError("tried to allocate 2.00 MiB")  # torch's OutOfMemoryError is one
+
+    streams = Streams()
+    job = streams.job(BLOCKS[:2], SLOTS[:2], is_load=is_load)
+    monkeypatch.setattr(device_gather, "_on_device", out_of_memory)
+    with pytest.raises(TransportError, match=r"no room on .*tried to allocate") as failed:
+        job.advance()
+    assert failed.value.reason is Reason.TRANSFER_FAILED
+    for _ in range(1000):
+        if job.is_quiet():
+            break
+        if not streams.copies.step():
+            streams.kernels.step()
+    assert job.is_quiet()
 
 
 def test_an_event_of_another_stream_is_waited_for_on_the_device() -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvferry.arrays import Descriptors, Integers, Offsets
+from kvferry.errors import Reason, TransportError
 from kvferry.execution import memory
 from kvferry.execution.device import OVER, DeviceOrder, Mark
 from kvferry.execution.memory import as_bytes
@@ -281,7 +282,8 @@ class GatherBuffer:
     ) -> None:
         """Launch a chunk, whose copies ``copy`` launches on a stream, and add the mark behind it, also behind a part.
 
-        Raises :class:`TransportError` (``transfer-failed``) where the driver refuses the copies.
+        Raises :class:`TransportError` (``transfer-failed``) where the driver refuses the copies, or the device has no
+        room for the kernel's table.
         """
         half, kernel, copies = next(self._halves), self._order.stream(), self._copies
         rows = chunk.rows(half.address, is_load=is_load)
@@ -313,8 +315,7 @@ class GatherBuffer:
         images = chunk.images
         image, num_copies = images.image, len(images.image.table)
         if images.on_device is None:
-            on_host = np.concatenate((image.table.ravel(), images.cache_blocks))
-            images.on_device = _on_device(on_host, self._order.device)
+            images.on_device = self._table(images)
         self._kernel.copy_tiles[(chunk.count * image.num_tiles,)](
             images.on_device,
             image.table.size + chunk.first,
@@ -327,6 +328,16 @@ class GatherBuffer:
             TO_BUFFER=to_buffer,
             TILE_BITS=TILE_BITS,
         )
+
+    def _table(self, images: BlockImages) -> "torch.Tensor":
+        """Return what the kernel reads of these images. Raises :class:`TransportError` where the device has no room."""
+        on_host, device = np.concatenate((images.image.table.ravel(), images.cache_blocks)), self._order.device
+        try:
+            return _on_device(on_host, device)
+        except RuntimeError as error:  # torch's own for memory of the device, and for pinned memory of the host
+            problem = f"no room on {device} for {format_bytes(on_host.nbytes)}: {error}"
+            remedy = "Leave the device some memory: lower vLLM's --gpu-memory-utilization."
+            raise TransportError(Reason.TRANSFER_FAILED, problem, remedy) from error
 
 
 def take_buffer(order: DeviceOrder) -> GatherBuffer | None:
