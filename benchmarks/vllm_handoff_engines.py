@@ -1,9 +1,7 @@
 """Pairs of real vLLM engines for the handoff benchmark: start, warm, pause, and measure one request."""
 
-import contextlib
 import json
 import os
-import signal
 import time
 import urllib.error
 import urllib.request
@@ -154,25 +152,16 @@ class Pair:
     decode: Server
     generator: np.random.Generator
     watch: StallWatch
-    paused: list[int] = field(default_factory=list)
 
     def pause(self) -> None:
         """Stop all processes of both engines where they are, so that they take nothing from the other pair."""
-        self._stop(self.prefill, self.decode)
+        for server in (self.prefill, self.decode):
+            server.process.pause()
 
     def resume(self) -> None:
         """Let them go on; twice is fine."""
-        self._signal(signal.SIGCONT)
-        self.paused = []
-
-    def _stop(self, *servers: Server) -> None:
-        self.paused = [process_id for server in servers for process_id in server.process.process_ids()]
-        self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process_id in self.paused:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, number)
+        for server in (self.prefill, self.decode):
+            server.process.resume()
 
     def warm_up(self, on_prompt: Callable[[int], None]) -> None:
         """Send prompts through both engines until every block of both caches has been used.
@@ -197,11 +186,11 @@ class Pair:
         """
         prompt = self.generator.integers(0, VOCABULARY_SIZE, self.case.tokens).tolist()
         received_before = prompt_tokens(self.decode.metrics())
-        self._stop(self.decode)
+        self.decode.process.pause()
         try:
             prefilled = complete(self.prefill, prompt, {"do_remote_decode": True})
         finally:
-            self.resume()
+            self.decode.process.resume()
         for server in (self.prefill, self.decode):
             call_workers(server, "touch_cache")
         time.sleep(SETTLE_SECONDS)

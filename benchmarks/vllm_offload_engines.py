@@ -1,9 +1,7 @@
 """Real vLLM engines for the offload benchmark: start, warm, pause, and time requests."""
 
-import contextlib
 import os
 import re
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,30 +62,22 @@ class Sample:
 
 @dataclass(slots=True)
 class Engine:
-    """One engine with a warm cache. ``paused`` are its stopped processes."""
+    """One engine with a warm cache."""
 
     name: str
     server: Server
     generator: np.random.Generator
     watch: StallWatch
-    paused: list[int] = field(default_factory=list)
     kept: dict[int, list[int]] = field(default_factory=dict)
     """By length: a prompt whose blocks the tiers have."""
 
     def pause(self) -> None:
         """Stop all processes where they are, so that they take nothing from another engine."""
-        self.paused = list(self.server.process.process_ids())
-        self._signal(signal.SIGSTOP)
+        self.server.process.pause()
 
     def resume(self) -> None:
         """Let them go on; twice is fine."""
-        self._signal(signal.SIGCONT)
-        self.paused = []
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process_id in self.paused:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, number)
+        self.server.process.resume()
 
     def fresh(self, num_tokens: int) -> list[int]:
         """Return a prompt that no request has had."""

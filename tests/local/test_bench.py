@@ -41,7 +41,7 @@ from kvferry.cli.bench_connectors import (
 from kvferry.cli.bench_report import KVFERRY, BenchReport, Cell, Moved, Request, Row, Turn
 from kvferry.cli.main import app
 from kvferry.errors import Reason, TransportError
-from kvferry.harness.child_process import LaunchError
+from kvferry.harness.child_process import ChildProcess, LaunchError
 from kvferry.harness.launch import Server, scrape_metrics
 
 CELL = Cell(100, 2)
@@ -588,7 +588,11 @@ def test_turns_rotate_and_end_in_time_and_each_cell_has_a_row(turns: int, second
 def test_servers_of_a_contestant_are_paused_together(monkeypatch: pytest.MonkeyPatch) -> None:
     signalled: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda number, kind: signalled.append((number, kind)))
-    servers = [Server(SimpleNamespace(process_ids=lambda own=own: [own]), "", 0.0) for own in (7, 8)]  # type: ignore[arg-type,misc]
+    monkeypatch.setattr(ChildProcess, "process_ids", lambda child: (int(child.name),))
+    servers = [
+        Server(ChildProcess(name, Path(), Path(), SimpleNamespace()), "", 0.0)  # type: ignore[arg-type]
+        for name in ("7", "8")
+    ]
     contestant = Contestant(KVFERRY, servers[1], servers[0], 10, 4)
     contestant.pause()
     contestant.resume()

@@ -9,12 +9,9 @@ the address at which the decode engine registers its blocks (NixlPushConnector).
 A connector that offloads has one engine, which gets each prompt twice and forgets its own cache in between.
 """
 
-import contextlib
 import json
 import operator
-import os
 import re
-import signal
 import time
 import urllib.error
 import urllib.request
@@ -144,7 +141,6 @@ class Contestant:
     generator: np.random.Generator = field(default_factory=np.random.default_rng)
     _source: dict[str, Any] = field(default_factory=dict)
     """What each decode request of a concurrent flow says of the prefill engine."""
-    _paused: list[int] = field(default_factory=list)
 
     @property
     def connector(self) -> Connector:
@@ -158,18 +154,13 @@ class Contestant:
 
     def pause(self) -> None:
         """Stop the processes: an idle engine is not idle, and would take cores from the one whose turn it is."""
-        self._paused = [number for server in self.servers for number in server.process.process_ids()]
-        self._signal(signal.SIGSTOP)
+        for server in self.servers:
+            server.process.pause()
 
     def resume(self) -> None:
         """Let the processes go on; twice is fine."""
-        self._signal(signal.SIGCONT)
-        self._paused = []
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process_id in self._paused:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process_id, number)
+        for server in self.servers:
+            server.process.resume()
 
     def warm_up(self) -> None:
         """Let each engine compute a prompt itself, and learn what decode requests say of the prefill engine.

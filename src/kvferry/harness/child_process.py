@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -42,6 +42,7 @@ class ChildProcess:
     log_path: Path
     scratch: Path
     supervisor: "subprocess.Popen[bytes]"
+    _paused: tuple[int, ...] = field(default=(), init=False)
 
     @classmethod
     def start(
@@ -81,6 +82,21 @@ class ChildProcess:
         # A process may have left the group. After the supervisor's end another process may have its id.
         below = living_descendants(own) if self.supervisor.poll() is None else []
         return tuple(sorted({*group_processes(own), *below} - {own}))
+
+    def pause(self) -> None:
+        """Stop all processes of the command where they are, so that they take no core from another's."""
+        self._paused = self.process_ids()
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let the paused processes go on. Twice is fine."""
+        self._signal(signal.SIGCONT)
+        self._paused = ()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process_id in self._paused:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, number)
 
     def log_tail(self) -> str:
         """Return the last lines of the log."""
