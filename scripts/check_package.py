@@ -146,13 +146,16 @@ def check_readme(wheel: Path, folder: Path) -> None:
 
 
 def readme_lines() -> str:
-    """Return the lines of the README that start two engines and a router, and send a request.
+    """Return the lines of the README that start two engines on a CPU and a router, check them and send a request.
 
-    What the engines and the health check print goes to standard error, so that standard output is the answer.
+    What the engines and the checks print goes to standard error, so that standard output is the answer. A line that
+    fails is the last one.
     """
-    section = (ROOT / "README.md").read_text().split(README_SECTION, 1)[1]
-    lines = section.split("```sh\n", 1)[1].split("```", 1)[0]
-    return lines.replace(" &\n", " >&2 &\n").replace("/health;", "/health >&2;")
+    section = (ROOT / "README.md").read_text().split(README_SECTION, 1)[1].split("\n## ", 1)[0]
+    blocks = [block.split("```", 1)[0] for block in section.split("```sh\n")[1:]]
+    lines = "".join(block for block in blocks if "python -m vllm" in block or "vllm-router" in block)
+    lines = re.sub("^kvferry check .*", r"\g<0> >&2", lines, flags=re.MULTILINE)
+    return "set -e\n" + lines.replace(" &\n", " >&2 &\n").replace("/health;", "/health >&2;")
 
 
 def check_answer(shell: "subprocess.Popen[bytes]", log: Path) -> None:

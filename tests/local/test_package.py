@@ -65,6 +65,7 @@ def test_the_readmes_lines_write_nothing_but_the_answer_to_standard_output(tmp_p
     programs = {
         "python": "echo engine",
         "vllm-router": "echo router",
+        "kvferry": "echo check; touch checked",
         "curl": '[[ "$*" == *health* ]] && echo healthy || echo answer',
     }
     for name, line in programs.items():
@@ -73,8 +74,12 @@ def test_the_readmes_lines_write_nothing_but_the_answer_to_standard_output(tmp_p
     command = [sys.executable, "-c", "import check_package; print(check_package.readme_lines(), end='')"]
     lines = subprocess.run(command, cwd=ROOT / "scripts", check=True, capture_output=True, text=True, timeout=60).stdout
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    ran = subprocess.run(["/bin/bash", "-c", lines], env=environment, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(
+        ["/bin/bash", "-c", lines], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
     assert ran.stdout == "answer\n"
+    assert ran.stderr.count("engine\n") == 2
+    assert (tmp_path / "checked").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--debootstrap"]], ids=" ".join)
