@@ -153,7 +153,7 @@ def _flags() -> str:
     for rule in RULES:
         told = "refused" if CONNECTOR in rule.connectors else "refused with offload"
         refused.setdefault((told, rule.flag), []).append(rule.when)
-    rows = [(f"`{flag}`", f"{told}: {', or '.join(whens)}") for (told, flag), whens in refused.items()]
+    rows = [(f"`{flag}`", f"{told} if: {', or '.join(whens)}") for (told, flag), whens in refused.items()]
     rows += [(f"`{flag}`", f"needed with {when}") for flag, when in NEEDED]
     rows.append((f"`{'`, `'.join(IGNORED)}`", "ignored"))
     return "\n".join(f"| {flag} | {told} |" for flag, told in rows)

@@ -94,7 +94,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[
         str,
         about(
-            "`auto` takes `cma` between engines of one host, where it works, else `nixl`; `memcpy` and `null` are for "
+            "`auto` takes `cma` for host memory of one host, where it works, else `nixl`; `memcpy` and `null` are for "
             "tests.",
             values=("auto", *FACTORIES),
         ),
@@ -153,8 +153,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease_seconds: Annotated[
         Seconds,
         about(
-            "How long a finished prompt is held until a decode engine comes and renews, and a tenth of how long it is "
-            "held at most; also how long a decode engine whose steps hang goes on renewing.",
+            "How long a finished prompt is held until a decode engine comes and renews, ten times this at most; also "
+            "how long a decode engine whose steps hang goes on renewing.",
             page="failures.md#leases",
         ),
     ] = 60.0
@@ -170,8 +170,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_timeout_seconds: Annotated[
         Seconds,
         about(
-            "How long a decode engine waits for a prompt, where a router sends to both engines at once also until it "
-            "is computed; some 10 s later the request fails even if the prefill engine is stopped.",
+            "How long a load may take, behind concurrent routers with the prompt's computation; some 10 s later the "
+            "request fails even if the prefill engine is stopped.",
             page="decisions/quarantined-blocks.md",
         ),
     ] = 120.0
