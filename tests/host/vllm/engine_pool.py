@@ -107,6 +107,7 @@ WATCHED: dict[str, Any] = {
 WATCH_FILE = "KVFERRY_WATCH_FILE"
 IN_ENGINE = Path(__file__).with_name("in_engine")
 """The folder of what runs inside an engine."""
+FORKING_API_SERVER = (str(Path(__file__).with_name("forking_api_server.py")),)
 SEVERAL_API_SERVERS = (str(Path(__file__).with_name("several_api_servers.py")),)
 LAST_CORE = spread_over_cores(1, from_last=True)
 # Some ten seconds of a C++ compiler at the start.
@@ -497,7 +498,7 @@ class EnginePool:
             connector_settings[setting] = differences.pop(setting)
         lower_tier = differences.pop("lower_tier", "disk")
         cache_bytes = differences.pop("kv_cache_bytes", 256 << 20) // (pp * (1 if model in MLA_MODELS else tp))
-        arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": cache_bytes}
+        arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": cache_bytes, "program": FORKING_API_SERVER}
         if release := name.partition("@")[2]:
             arguments["python"] = str(VLLM_ENVIRONMENTS / release / "bin" / "python")
         adapters = ("--lora-modules", *self.adapters(name)) if model == "lora" else ()

@@ -45,8 +45,6 @@ class Event:
     may_lose_connections: bool = False
     """Whether the clients' own connections may end: those to the router."""
     bytes_per_second: int | None = None
-    short_in: str = ""
-    """The flow with which ``make test`` has the event."""
     defects: dict[str, str] = field(default_factory=dict)
     """Why the event is known to fail, by the name of the flow."""
 
@@ -158,7 +156,7 @@ def side(scene: Scene, name: str) -> Side:
 
 
 EVENTS = (
-    Event("every connection cut, ten times", cut_connections, LONG, short_in="concurrent"),
+    Event("every connection cut, ten times", cut_connections, LONG),
     Event("control messages delayed by 1 s", trouble(Trouble(delay_seconds=1.0)), may_fail=False),
     Event("control messages lost", trouble(Trouble(loses="questions"))),
     Event("answers lost, so that messages come twice", trouble(Trouble(loses="answers"))),
@@ -192,7 +190,7 @@ EVENTS = (
     ),
     Event("one prefill rank killed", kill_one_rank, LONG),
     Event("prefill engine killed before transfers", kill("prefill", before_transfers)),
-    Event("prefill engine killed in the middle", kill("prefill", in_the_middle), LONG, short_in="sequential"),
+    Event("prefill engine killed in the middle", kill("prefill", in_the_middle), LONG),
     Event(
         "prefill engine killed after transfers",
         kill("prefill", after_transfers),

@@ -15,7 +15,7 @@ from typing import Self
 from ..engine_pool import RequestFailed, completion_body, fresh_salt, post, tokens_of
 
 IS_WHOLE = bool(os.environ.get("KVFERRY_CHAOS"))
-"""Whether every event runs; ``make test`` runs a few."""
+"""Whether the tests of chaos run: with ``make test-chaos``."""
 RIGHT, WRONG, NO_ANSWER, CONNECTION_LOST = "right", "WRONG TOKENS", "NO ANSWER", "connection lost"
 """Outcomes, besides the HTTP status of an error."""
 PAUSE_SECONDS = 0.5

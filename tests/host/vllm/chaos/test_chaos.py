@@ -1,7 +1,6 @@
 """Whatever dies, stalls or is lost under load: right tokens or an error in time, no block left, and it goes on.
 
-``make test`` has a short form; ``make test-chaos`` runs every event with every flow and prints a table.
-``KVFERRY_CHAOS=1`` with ``-k`` runs one.
+``make test-chaos`` runs every event with every flow and prints a table. ``KVFERRY_CHAOS=1`` with ``-k`` runs one.
 """
 
 from typing import Any
@@ -9,19 +8,18 @@ from typing import Any
 import pytest
 
 from .events import BY_FLOW, EVENTS, Event
-from .load import IS_WHOLE
 from .runner import Row, run
 from .scene import Scene
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.chaos]
 
 
 def cases() -> list[Any]:
-    """Return each event in each of its modes; without ``make test-chaos`` those of the short form."""
+    """Return each event with each of its flows."""
     found = []
     for flow, names in BY_FLOW.items():
         for event in EVENTS:
-            if event.name in names and (IS_WHOLE or event.short_in == flow):
+            if event.name in names:
                 defect = event.defects.get(flow)
                 marks = [pytest.mark.xfail(strict=True, reason=defect)] if defect else []
                 found.append(pytest.param(flow, event, id=f"{flow}-{event.name.replace(' ', '-')}", marks=marks))
