@@ -52,7 +52,7 @@ from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.integrations.vllm.worker.role import Source
 from kvferry.layout.shard import CacheKind
 from kvferry.plan import digest_cells
-from kvferry.transport.end_points import own_identity
+from kvferry.transport.protocol import own_identity
 
 from ..local.engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, Rank, filled_ranks, whole_blocks
 from ..waits import wait_until

@@ -85,10 +85,10 @@ TOUCHES = {
     "plan.planner:build_templates": "load",
     "plan.proof:_sorted_in_bounds": "worker",
     "tiers.slab_trial:SlabTrial.run": "offload",
-    "transport.end_points:pack_regions": "load",
     "transport.nixl:NixlTransport._descriptor_list": "load",
     "transport.protocol:RegionTable.outside": "load",
-    "transport.registered_memory:_check_inside": "load",
+    "transport.protocol:_check_inside": "load",
+    "transport.protocol:pack_regions": "load",
     "transport.registry:TransportSet.register": "worker",
     "transport.sliced:SlicedTransport._queue": "load",
 }

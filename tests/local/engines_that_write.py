@@ -27,7 +27,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import encode_shard
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import SHORT_TOKENS, LayerSpans
-from kvferry.transport.end_points import ProcessIdentity
+from kvferry.transport.protocol import ProcessIdentity
 from kvferry.transport.registry import TransportSet, open_transport
 
 from ..support.faults import FaultPlan, FaultyTransport

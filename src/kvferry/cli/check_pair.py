@@ -39,8 +39,8 @@ from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import PairPlan
 from kvferry.plan.request import GroupBlocks, of_rank
 from kvferry.transport.cma import check_same_host
-from kvferry.transport.end_points import is_on_this_host
 from kvferry.transport.network import interface_of
+from kvferry.transport.protocol import is_on_this_host
 from kvferry.transport.registry import in_common, nothing_in_common
 
 PROMPT_TOKENS = 10_000

@@ -57,7 +57,7 @@ from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.match import selector_of
 from kvferry.plan.planner import PairPlan, Route
 from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
-from kvferry.transport.end_points import ProcessIdentity, is_on_this_host
+from kvferry.transport.protocol import ProcessIdentity, is_on_this_host
 
 logger = PeerLog(logging.getLogger(__name__))
 

@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.wire.trust import check_host
-from kvferry.transport.end_points import ProcessIdentity
+from kvferry.transport.protocol import ProcessIdentity
 
 PROTOCOL_VERSION = 1
 """An engine that does not speak it is refused (protocol-mismatch)."""

@@ -57,8 +57,8 @@ from kvferry.layout.shard import CacheKind, Shard, encode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import LayerSpans
-from kvferry.transport.end_points import own_identity
 from kvferry.transport.network import Network
+from kvferry.transport.protocol import own_identity
 from kvferry.transport.registry import open_transports
 
 if TYPE_CHECKING:
