@@ -33,8 +33,8 @@ from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import LayerSpans, PairPlan, Route
-from kvferry.plan.request import GroupBlocks
 from kvferry.transport.registry import TransportSet, open_transports
 
 NUM_LAYERS, HEAD_SIZE, ITEMSIZE = 36, 128, 2

@@ -23,7 +23,7 @@ from kvferry.integrations.vllm.versions import installed_version
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.integrations.vllm.worker.role import WorkerRole
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 from .scheduler_requests import IDENTITY
 from .vllm_caches import CacheRank, full, move, window

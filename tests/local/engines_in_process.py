@@ -27,7 +27,7 @@ from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard, encode_shard
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 from ..waits import wait_until
 from . import cache_memory

@@ -13,7 +13,7 @@ from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.messages import Announce, Handle, Revoke
 from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 from ..support.faults import FaultPlan
 from ..waits import wait_until

@@ -17,8 +17,8 @@ from kvferry.handoff.source import END
 from kvferry.handoff.wire import background
 from kvferry.layout.shard import encode_shard
 from kvferry.plan import planner
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import PairPlan
-from kvferry.plan.request import GroupBlocks
 
 from ..waits import wait_until
 from .engines_in_process import (

@@ -14,7 +14,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Atom, TokenShare
 from kvferry.plan import digest_cells
 from kvferry.plan.digest_cells import CellGrid, CellMemory, Integrity, weights
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 from ..support.oracle import Arena, RankMemory, strided_memory
 from .strategies import Move

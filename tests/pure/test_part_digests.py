@@ -39,8 +39,8 @@ from kvferry.layout.dense import Content
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.plan import digest_cells
 from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import LayerSpans, PairPlan, Planner
-from kvferry.plan.request import GroupBlocks
 from kvferry.transport.protocol import Direction, Peer, Transfer
 from kvferry.transport.registry import Link, open_transports
 

@@ -36,8 +36,8 @@ from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_cached_
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.peer_log import printable
 from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import PairPlan
-from kvferry.plan.request import GroupBlocks, of_rank
 from kvferry.transport.cma import check_same_host
 from kvferry.transport.network import interface_of
 from kvferry.transport.protocol import is_on_this_host

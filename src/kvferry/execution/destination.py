@@ -54,9 +54,8 @@ from kvferry.handoff.wire.trust import THIS_MACHINE, Trust, is_loopback
 from kvferry.layout.shard import HOST_DEVICE, Shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.match import selector_of
+from kvferry.plan.match import GroupBlocks, of_rank, refuse_incomplete, selector_of
 from kvferry.plan.planner import PairPlan, Route
-from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
 from kvferry.transport.protocol import ProcessIdentity, is_on_this_host
 
 logger = PeerLog(logging.getLogger(__name__))

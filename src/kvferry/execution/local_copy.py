@@ -26,9 +26,9 @@ from kvferry.execution.executor import JobResult, Phase
 from kvferry.layout.shard import Region, Shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.block_copies import BlockCopies, block_copies
+from kvferry.plan.match import GroupBlocks, sample_requests
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof import verify_destination
-from kvferry.plan.request import GroupBlocks, sample_requests
 
 logger = PeerLog(logging.getLogger(__name__))
 

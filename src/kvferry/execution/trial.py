@@ -27,8 +27,8 @@ from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import PairPlan, Route
-from kvferry.plan.request import GroupBlocks
 from kvferry.transport.protocol import Direction, Status
 from kvferry.transport.registry import TransportSet
 
