@@ -23,7 +23,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvferry.cli.timeline_jobs import Wanted, find
 from kvferry.cli.transfer_records import open_logs
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import destination, executor, peers
+from kvferry.execution import destination, digests, executor, peers
 from kvferry.execution.executor import JobResult
 from kvferry.handoff.handshake import NO_ADAPTER, Adapter
 from kvferry.handoff.holds import is_of_hold, transfer_of
@@ -51,7 +51,6 @@ from kvferry.integrations.vllm.translate import decode_rank_entry
 from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.integrations.vllm.worker.role import Source
 from kvferry.layout.shard import CacheKind
-from kvferry.plan import digest_cells
 from kvferry.transport.protocol import own_identity
 
 from ..local.engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, Rank, filled_ranks, whole_blocks
@@ -290,7 +289,7 @@ def test_a_write_of_numbers_that_have_no_digests_compares_nothing_by_default(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engines say so, and do not refuse each request."""
-    monkeypatch.setattr(digest_cells, "_ITEM_SIZES", (1, 2))
+    monkeypatch.setattr(digests, "_ITEM_SIZES", (1, 2))
     workers = Workers(monkeypatch, tmp_path)
     try:
         workers.announce()

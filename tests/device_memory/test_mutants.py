@@ -24,9 +24,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import kvferry
+from kvferry.execution.digests import Integrity
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region
-from kvferry.plan.digest_cells import Integrity
 from kvferry.transport import protocol
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.protocol import RegionTable

@@ -18,6 +18,7 @@ import msgspec
 from kvferry.cli.plan_report import Blocks, GroupSizes, requests_for
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.destination import Compares, SourceEngine, refuse_loopback
+from kvferry.execution.digests import Integrity
 from kvferry.handoff.handshake import Versions, agree, ask_directory, compare_engines, decode_shards
 from kvferry.handoff.messages import Directory, RankEntry
 from kvferry.handoff.wire.background import within
@@ -35,7 +36,6 @@ from kvferry.integrations.vllm.facts import (
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_cached_windows, check_filled_whole
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.peer_log import printable
-from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import PairPlan
 from kvferry.transport.cma import check_same_host

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.digests import PER_ADVANCE, PartCells, PartDigests, check_computes
+from kvferry.execution.digests import PER_ADVANCE, Integrity, PartCells, PartDigests, check_computes
 from kvferry.execution.executor import JobResult, Phase, clock
 from kvferry.execution.peers import OwnRank, Peers
 from kvferry.handoff.destination import DestinationLoad, Step
@@ -53,7 +53,6 @@ from kvferry.handoff.wire.client import Exchange
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust, is_loopback
 from kvferry.layout.shard import HOST_DEVICE, Shard
 from kvferry.peer_log import PeerLog
-from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.match import GroupBlocks, of_rank, refuse_incomplete, selector_of
 from kvferry.plan.planner import PairPlan, Route
 from kvferry.transport.protocol import ProcessIdentity, is_on_this_host
