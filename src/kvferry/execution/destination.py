@@ -48,8 +48,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import Part, announced_blocks
-from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unexpected_error
-from kvferry.handoff.wire.client import Exchange
+from kvferry.handoff.wire.client import BackgroundCall, BackgroundCalls, Exchange, unexpected_error
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust, is_loopback
 from kvferry.layout.shard import HOST_DEVICE, Shard
 from kvferry.peer_log import PeerLog
@@ -244,7 +243,7 @@ class SourceEngines:
         """Return the engine, or None while its handshake runs.
 
         Raises the error of the handshake or of the plan in every request that waits for it, and for
-        :data:`kvferry.handoff.wire.background.FAILURE_SECONDS`; a later request tries again.
+        :data:`kvferry.handoff.wire.client.FAILURE_SECONDS`; a later request tries again.
         """
         self._drop_suspects()
         self._drop_surplus()
