@@ -21,10 +21,10 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 
 from kvferry.execution.executor import JobResult
 from kvferry.integrations.vllm import offload_connector
+from kvferry.integrations.vllm.engine_core import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep
 from kvferry.integrations.vllm.plugin import register
-from kvferry.integrations.vllm.scheduler.waits import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.worker import caches as worker_caches
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout

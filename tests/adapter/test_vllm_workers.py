@@ -43,8 +43,8 @@ from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Keys, make_keys
 from kvferry.integrations.vllm.connector import KVFerryConnector
+from kvferry.integrations.vllm.engine_core import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.scheduler.blocks import group_name
-from kvferry.integrations.vllm.scheduler.waits import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import AnnouncedPrompt, EngineEndPoint, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate import decode_rank_entry

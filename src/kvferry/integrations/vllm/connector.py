@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.connector_configs import check_engine_id
-from kvferry.integrations.vllm.engine_core import RankMonitor
+from kvferry.integrations.vllm.engine_core import IdleSteps, RankMonitor
 from kvferry.integrations.vllm.plugin import (
     check_and_record_configurations,
     check_layout,
@@ -25,7 +25,6 @@ from kvferry.integrations.vllm.plugin import (
     widen_cpu_attention,
 )
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
-from kvferry.integrations.vllm.scheduler.waits import IdleSteps
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate import check_supported, decode_rank_entry, resolved_layout

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvferry.integrations.vllm.engine_core import RankMonitor
+from kvferry.integrations.vllm.engine_core import IdleSteps, RankMonitor
 from kvferry.integrations.vllm.offload_settings import OffloadSettings, parse_offload_settings
 from kvferry.integrations.vllm.offload_step import OffloadMetrics, OffloadStatistics, OffloadStep
 from kvferry.integrations.vllm.plugin import (
@@ -26,7 +26,6 @@ from kvferry.integrations.vllm.plugin import (
     widen_cpu_attention,
 )
 from kvferry.integrations.vllm.scheduler.offload import OffloadScheduler, check_offloadable
-from kvferry.integrations.vllm.scheduler.waits import IdleSteps
 from kvferry.integrations.vllm.translate import check_supported, resolved_layout
 from kvferry.integrations.vllm.versions import check_version, report_version
 from kvferry.integrations.vllm.worker.offload import OffloadWorker
