@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import msgspec
 import numpy as np
 
-from kvferry.arrays import Addresses, Flags, Integers, memory_at
+from kvferry.arrays import Addresses, Flags, Integers
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution.memory import as_bytes
 from kvferry.handoff.messages import MAX_DIGEST_BYTES, AnnouncedBlocks, WriteKey
@@ -45,6 +45,7 @@ from kvferry.layout.shard import HOST_DEVICE, Atom, CacheGroup, CacheKind, Compo
 from kvferry.peer_log import PeerLog
 from kvferry.plan.match import common, count, without
 from kvferry.plan.planner import GroupPlan, PairPlan
+from kvferry.transport.protocol import memory_at
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.arrays import Addresses, Descriptors, Integers, memory_at
+from kvferry.arrays import Addresses, Descriptors, Integers
 from kvferry.errors import Reason, TransportError
 from kvferry.transport.protocol import (
     Capabilities,
@@ -20,6 +20,7 @@ from kvferry.transport.protocol import (
     Status,
     Transfer,
     decode_end_point,
+    memory_at,
     own_identity,
     reached,
     unpack_regions,

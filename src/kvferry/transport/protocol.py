@@ -268,6 +268,27 @@ def reach(transport: Transport, end_point: bytes) -> Peer:
     return transfer.peer
 
 
+class _Memory:
+    def __init__(self, address: int, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": tuple(shape),
+            "strides": tuple(strides),
+            "typestr": f"|V{element_bytes}",
+            "version": 3,
+        }
+
+
+def memory_at(address: int, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> npt.NDArray[np.void]:
+    """Return the memory at an address as an array; numpy copies each element by one memmove. Strides are bytes.
+
+    >>> memory = np.arange(8, dtype=np.uint8)
+    >>> memory_at(memory.ctypes.data, (2,), (4,), 2).tobytes().hex()
+    '00010405'
+    """
+    return np.asarray(_Memory(address, shape, strides, element_bytes))
+
+
 class ProcessIdentity(msgspec.Struct, frozen=True):
     """One process. A pid may be reused; pid, start time and boot id together are unique."""
 
