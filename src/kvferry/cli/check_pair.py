@@ -21,8 +21,8 @@ from kvferry.execution.destination import Compares, SourceEngine, refuse_loopbac
 from kvferry.execution.digests import Integrity
 from kvferry.handoff.handshake import Versions, agree, ask_directory, compare_engines, decode_shards
 from kvferry.handoff.messages import Directory, RankEntry
+from kvferry.handoff.wire.bootstrap import FAILURES, HttpAnswer, HttpRequest, exchange
 from kvferry.handoff.wire.client import within
-from kvferry.handoff.wire.http import FAILURES, HttpAnswer, HttpRequest, exchange
 from kvferry.handoff.wire.trust import Keys, Trust, bare, in_url, is_loopback, is_numeric, look_up
 from kvferry.integrations.vllm.facts import (
     ASKS,
