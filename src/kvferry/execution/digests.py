@@ -204,8 +204,8 @@ class CellMemory:
     def offsets(self) -> Integers:
         """Where each run begins, from the cell's first byte."""
         offsets = np.zeros(1, dtype=np.int64)
-        for count, stride in self.loops:
-            offsets = (offsets[:, None] + np.arange(count, dtype=np.int64) * stride).ravel()
+        for number, stride in self.loops:
+            offsets = (offsets[:, None] + np.arange(number, dtype=np.int64) * stride).ravel()
         return offsets
 
     @cached_property
