@@ -116,7 +116,7 @@ def test_ranks_are_published_stage_by_stage() -> None:
     """Workers answer in any order, each with its (pp, tp); none of them is named twice or left out."""
     published: list[RankEntry] = []
     connector: Any = KVFerryConnector.__new__(KVFerryConnector)
-    connector._scheduler_role = SimpleNamespace(publish=published.extend, check_ranks=MagicMock())
+    connector._scheduler = SimpleNamespace(publish=published.extend, check_ranks=MagicMock())
     entries = {
         (pp, tp): RankEntry(tp, pp, b"", {}, EndPoint("127.0.0.1", 1, 1))
         for tp in range(TP)

@@ -584,7 +584,8 @@ def test_a_step_that_fails_vouches_for_nothing() -> None:
     """A connector ends its step in a ``finally`` of vLLM: a receiver must not take for whole what was not computed."""
     worker = Mock()
     connector: Any = object.__new__(KVFerryConnector)
-    connector._worker_role, connector._connector_metadata = worker, StepMetadata()
+    connector._worker = connector._side = worker
+    connector._connector_metadata = StepMetadata()
     connector._idle_steps = IdleSteps()
 
     def run(step: Callable[[], None]) -> None:
@@ -609,7 +610,8 @@ def test_a_step_that_fails_vouches_for_nothing() -> None:
 def test_only_a_step_that_computes_nothing_waits_for_what_moves(computes: bool) -> None:
     worker = Mock()
     connector: Any = object.__new__(KVFerryConnector)
-    connector._worker_role, connector._connector_metadata = worker, StepMetadata(computes=computes)
+    connector._worker = connector._side = worker
+    connector._connector_metadata = StepMetadata(computes=computes)
     connector._idle_steps = IdleSteps()
     for received in (set(), set(), {"r"}, set()):
         worker.take_finished.return_value = (received, set())
