@@ -33,7 +33,7 @@ from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region
 from kvferry.layout.slab import slab_shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 from kvferry.tiers.slab_memory import SlabMemory
 
 LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE, ITEMSIZE = 36, 16, 8, 128, 2

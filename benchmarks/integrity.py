@@ -24,7 +24,7 @@ from rich.table import Table
 from transport_movers import allocate
 
 from kvferry.cli.console import open_console, progress
-from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
+from kvferry.execution.digests import Integrity, PartCells, PartDigests, WrittenDigests
 from kvferry.execution.executor import JobResult, Phase
 from kvferry.execution.source import Write
 from kvferry.handoff.messages import WriteKey
@@ -32,9 +32,8 @@ from kvferry.handoff.source import END, BlockList, Part, Prompt, SourceWrites, W
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
-from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import LayerSpans, PairPlan, Route
-from kvferry.plan.request import GroupBlocks
 from kvferry.transport.registry import TransportSet, open_transports
 
 NUM_LAYERS, HEAD_SIZE, ITEMSIZE = 36, 128, 2

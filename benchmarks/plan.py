@@ -21,9 +21,9 @@ from kvferry.cli.plan_report import RANK_SPACING, Blocks, EngineShape, block_ids
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.models.families import alike
 from kvferry.models.groups import AttentionCache
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof import verify_pair
-from kvferry.plan.request import GroupBlocks
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 from kvferry.tiers.disk.inspection import NUM_READERS, existing_directory, inspect, verify
 from kvferry.tiers.disk.runs import RUN_BYTES
 from kvferry.tiers.host_memory import HostMemory

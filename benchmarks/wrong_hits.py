@@ -46,7 +46,7 @@ from vllm.v1.request import Request
 from kvferry.arrays import Bytes
 from kvferry.cli.console import open_console, progress
 from kvferry.integrations.vllm.offload_names import BlockNames
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 from tests.adapter import test_offload_names as names
 from tests.adapter.model_files import write_model
 from tests.adapter.test_offload_names import CHANGES, Edit, Engine, together

@@ -87,7 +87,7 @@ class HandoffEngine(LabelEngine):
     @contextmanager
     def writes_with(self, plan: FaultPlan) -> Iterator[None]:
         """Let faults change what this engine writes meanwhile."""
-        role: Any = self.worker._worker_role
+        role: Any = self.worker._worker
         transports, destinations = role._transports.transports, role._source.writer.destinations
 
         def connect_by(transport: Any) -> None:

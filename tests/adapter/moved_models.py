@@ -20,7 +20,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache_to_layers
 
 from kvferry.errors import KVFerryError
 from kvferry.integrations.vllm import translate
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 from .meta_models import Model
 from .vllm_caches import move

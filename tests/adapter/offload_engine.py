@@ -44,7 +44,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvferry.integrations.vllm import offload_connector
+from kvferry.integrations.vllm import connector as connector_module
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_names import GROUP_BYTES, NAMESPACE_BYTES, BlockNames
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder
@@ -305,8 +305,8 @@ class Engine:
                 transfer.kv_connector_extra_config = given
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(config, "parallel_config", parallel)
-                patch.setattr(offload_connector, "resolved_layout", lambda _: NamedLayout.BHLNC)
-                patch.setattr(offload_connector, "check_layout", lambda *_: None)
+                patch.setattr(connector_module, "resolved_layout", lambda _: NamedLayout.BHLNC)
+                patch.setattr(connector_module, "check_layout", lambda *_: None)
                 return factory(config, role, kv_cache_config)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvferry.errors import PlanError, Reason
+from kvferry.execution import digests
 from kvferry.integrations.vllm.settings import parse_settings
-from kvferry.plan import digest_cells
 
 from .handoff_engine import WRONG_BYTES, HandoffEngine, make_engine
 from .test_forged_parameters import MODELS
@@ -100,7 +100,7 @@ def test_a_load_of_numbers_that_have_no_digests_compares_nothing_by_default(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No cache of vLLM has such numbers: here those of 4 bytes are as ones of 8 would be."""
-    monkeypatch.setattr(digest_cells, "_ITEM_SIZES", (1, 2))
+    monkeypatch.setattr(digests, "_ITEM_SIZES", (1, 2))
     prefill, decode = (make_engine(MODELS["full attention"], num_blocks=60) for _ in range(2))
     assert "nothing is compared" in caplog.text
     asked = prefill.ask("p", prompt_of(40), {"do_remote_decode": True}, max_tokens=1)
@@ -113,7 +113,7 @@ def test_a_load_of_numbers_that_have_no_digests_compares_nothing_by_default(
 def test_an_engine_that_must_compare_numbers_that_have_no_digests_does_not_start(
     integrity: str, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digest_cells, "_ITEM_SIZES", (1, 2))
+    monkeypatch.setattr(digests, "_ITEM_SIZES", (1, 2))
     with pytest.raises(PlanError) as caught:
         make_engine(MODELS["full attention"], integrity=integrity)
     assert caught.value.reason is Reason.UNSUPPORTED

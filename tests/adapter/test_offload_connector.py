@@ -20,11 +20,11 @@ from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvferry.execution.executor import JobResult
-from kvferry.integrations.vllm import offload_connector
+from kvferry.integrations.vllm import connector as connector_module
+from kvferry.integrations.vllm.engine_core import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep
 from kvferry.integrations.vllm.plugin import register
-from kvferry.integrations.vllm.scheduler.waits import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.worker import caches as worker_caches
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
@@ -88,7 +88,7 @@ def test_only_a_step_that_computes_nothing_waits(computes: bool, waits: list[flo
 
 def test_a_step_sleeps_as_long_as_the_scheduler_says(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(offload_connector.time, "sleep", slept.append)
+    monkeypatch.setattr(connector_module.time, "sleep", slept.append)
     connector = connector_of(Mock())
     for seconds in (0.0, 0.004):
         run_step(connector, OffloadStep(computes=False, wait_seconds=seconds))

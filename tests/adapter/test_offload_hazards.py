@@ -16,10 +16,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker import kv_connector_model_runner_mixin as vllm_mixin
 
 from kvferry.execution.executor import Executor
+from kvferry.integrations.vllm.engine_core import IdleSteps
 from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
 from kvferry.integrations.vllm.scheduler import offload_tiers
-from kvferry.integrations.vllm.scheduler.waits import IdleSteps
 from kvferry.integrations.vllm.worker import offload as worker_offload
 from kvferry.layout.shard import Region
 from kvferry.tiers import local_disk

@@ -21,10 +21,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvferry.errors import LayoutError
 from kvferry.execution.local_copy import LocalCopy
+from kvferry.integrations.vllm.engine_core import FIRST_WAIT_SECONDS
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, StoreOrder
 from kvferry.integrations.vllm.scheduler import offload
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape
-from kvferry.integrations.vllm.scheduler.waits import FIRST_WAIT_SECONDS
 from kvferry.layout.shard import CacheKind
 
 from . import test_offload_worker as rank_tests

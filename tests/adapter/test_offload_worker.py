@@ -19,7 +19,7 @@ from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, decode_shard
 from kvferry.layout.slab import slab_shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 from kvferry.tiers.slab_memory import SlabHandle, SlabMemory
 
 from ..support.oracle import Arena, RankMemory, strided_memory

@@ -15,8 +15,8 @@ from vllm.v1.engine.core import EngineShutdownState
 
 from kvferry.handoff.messages import EndPoint, RankEntry
 from kvferry.handoff.wire import bootstrap
+from kvferry.integrations.vllm.engine_core import LEAST_SECONDS, LOOK_MOST_SECONDS, Alarm, Looks
 from kvferry.integrations.vllm.scheduler import destination as destination_module
-from kvferry.integrations.vllm.scheduler.waits import LEAST_SECONDS, LOOK_MOST_SECONDS, Alarm, Looks
 
 from ..waits import wait_until
 from .flows import to_decode

@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 import json
 
-from kvferry.integrations.vllm.scheduler.waits import LEAST_SECONDS, MOST_SECONDS, SHARE
+from kvferry.integrations.vllm.engine_core import LEAST_SECONDS, MOST_SECONDS, SHARE
 from kvferry.layout.shard import Region
 from kvferry.tiers.lower_copies import CopySettings
 

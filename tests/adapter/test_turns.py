@@ -113,7 +113,7 @@ def test_a_held_answer_yields_its_blocks_to_other_requests(make_engine: Any) -> 
     prefill, decode = make_engine(UNIFORM, num_blocks=60), make_engine(UNIFORM, turn_seconds=TURN_SECONDS)
     ours = Conversation(prefill, decode)
     ours.turn(SAID[0])
-    writer = decode.worker._worker_role._source.writer
+    writer = decode.worker._worker._source.writer
     assert len(writer._writes._prompts) == 1
     for number in range(4):
         decode.ask(f"other-{number}", [(number + 3 * index) % 400 for index in range(200)], {})

@@ -23,7 +23,7 @@ from kvferry.integrations.vllm.versions import installed_version
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.integrations.vllm.worker.role import WorkerRole
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 from .scheduler_requests import IDENTITY
 from .vllm_caches import CacheRank, full, move, window
@@ -116,7 +116,7 @@ def test_ranks_are_published_stage_by_stage() -> None:
     """Workers answer in any order, each with its (pp, tp); none of them is named twice or left out."""
     published: list[RankEntry] = []
     connector: Any = KVFerryConnector.__new__(KVFerryConnector)
-    connector._scheduler_role = SimpleNamespace(publish=published.extend, check_ranks=MagicMock())
+    connector._scheduler = SimpleNamespace(publish=published.extend, check_ranks=MagicMock())
     entries = {
         (pp, tp): RankEntry(tp, pp, b"", {}, EndPoint("127.0.0.1", 1, 1))
         for tp in range(TP)

@@ -44,7 +44,7 @@ def rank_of(shard: bytes, **found: Any) -> RankMetadata:
 def test_an_engine_with_a_silent_rank_does_not_start(make_role: Any) -> None:
     """Below MultiConnector vLLM hands the first connector's words to all: nobody would find a rank of ours."""
     connector: Any = KVFerryConnector.__new__(KVFerryConnector)
-    connector._scheduler_role = make_role(FULL)
+    connector._scheduler = make_role(FULL)
     for foreign in ({}, {(0, 0): KVConnectorHandshakeMetadata()}):
         with pytest.raises(HandoffError, match="0 of the 1 ranks") as refusal:
             connector.set_xfer_handshake_metadata_pp_aware(foreign)
@@ -59,7 +59,7 @@ def test_an_engine_with_a_silent_rank_does_not_start(make_role: Any) -> None:
 def test_an_engine_whose_ranks_serve_something_else_does_not_start(make_role: Any) -> None:
     """A host with other weights under the same name: peers would compare the scheduler's, and load the rank's."""
     connector: Any = KVFerryConnector.__new__(KVFerryConnector)
-    connector._scheduler_role = make_role(FULL, num_ranks=2)
+    connector._scheduler = make_role(FULL, num_ranks=2)
     ranks = {(0, 0): rank_of(b""), (0, 1): rank_of(b"", weights="others")}
     said = f"rank 1 does not serve .*: weights: its scheduler has {IDENTITY.weights!r}, the rank has 'others'"
     with pytest.raises(HandoffError, match=said) as refusal:

@@ -551,10 +551,10 @@ def test_a_request_that_ends_while_its_prompt_is_computed_again_is_not_held(make
 
 def test_the_connector_tells_the_roles_which_requests_a_step_computes_and_when_it_is_launched() -> None:
     connector, calls = object.__new__(KVFerryConnector), []
-    connector._scheduler_role = SimpleNamespace(
+    connector._scheduler = SimpleNamespace(
         build_connector_meta=lambda output: calls.append(output.num_scheduled_tokens)
     )  # type: ignore[assignment]
-    connector._worker_role = SimpleNamespace(finish_step=lambda: calls.append("finished"))  # type: ignore[assignment]
+    connector._worker = SimpleNamespace(finish_step=lambda: calls.append("finished"))  # type: ignore[assignment]
     connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"a": 4}))  # type: ignore[arg-type]
     connector.wait_for_save()
     assert calls == [{"a": 4}, "finished"]

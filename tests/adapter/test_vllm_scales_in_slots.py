@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
 from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm.kernels.engine import AttentionKernel
 from kvferry.integrations.vllm.translate import fill_scales_in_slots, forget_scales
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 from tests.adapter.vllm_caches import HEAD_SIZE, TOTAL_HEADS, CacheRank, move
 
 TOKENS, LAYERS = 64, ("0", "1")

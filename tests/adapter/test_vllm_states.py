@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm import translate
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import Planner
-from kvferry.plan.request import GroupBlocks
 
 NUM_BLOCKS, TAPS, LAYERS = 5, 3, ("first", "second")
 SOURCE_BLOCK, DESTINATION_BLOCK = 4, 1

@@ -24,7 +24,7 @@ from kvferry.handoff.holds import lease_lost
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate import group_shapes
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 from .scheduler_requests import FULL, PROMPT, STATE, allocated, next_step, request, run_prefill
 from .test_vllm_states import DESTINATION_BLOCK, KINDS, SOURCE_BLOCK, Rank, carry_out

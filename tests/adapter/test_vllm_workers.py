@@ -23,7 +23,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvferry.cli.timeline_jobs import Wanted, find
 from kvferry.cli.transfer_records import open_logs
 from kvferry.errors import HandoffError, Reason, TransportError
-from kvferry.execution import destination, executor, peers
+from kvferry.execution import destination, digests, executor, peers
 from kvferry.execution.executor import JobResult
 from kvferry.handoff.handshake import NO_ADAPTER, Adapter
 from kvferry.handoff.holds import is_of_hold, transfer_of
@@ -43,16 +43,15 @@ from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Keys, make_keys
 from kvferry.integrations.vllm.connector import KVFerryConnector
+from kvferry.integrations.vllm.engine_core import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.scheduler.blocks import group_name
-from kvferry.integrations.vllm.scheduler.waits import FIRST_WAIT_SECONDS, IdleSteps
 from kvferry.integrations.vllm.settings import Settings
 from kvferry.integrations.vllm.step import AnnouncedPrompt, EngineEndPoint, PromptLoad, StepMetadata
 from kvferry.integrations.vllm.translate import decode_rank_entry
 from kvferry.integrations.vllm.worker import role as worker_role
 from kvferry.integrations.vllm.worker.role import Source
 from kvferry.layout.shard import CacheKind
-from kvferry.plan import digest_cells
-from kvferry.transport.end_points import own_identity
+from kvferry.transport.protocol import own_identity
 
 from ..local.engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, Rank, filled_ranks, whole_blocks
 from ..waits import wait_until
@@ -290,7 +289,7 @@ def test_a_write_of_numbers_that_have_no_digests_compares_nothing_by_default(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engines say so, and do not refuse each request."""
-    monkeypatch.setattr(digest_cells, "_ITEM_SIZES", (1, 2))
+    monkeypatch.setattr(digests, "_ITEM_SIZES", (1, 2))
     workers = Workers(monkeypatch, tmp_path)
     try:
         workers.announce()
@@ -585,7 +584,8 @@ def test_a_step_that_fails_vouches_for_nothing() -> None:
     """A connector ends its step in a ``finally`` of vLLM: a receiver must not take for whole what was not computed."""
     worker = Mock()
     connector: Any = object.__new__(KVFerryConnector)
-    connector._worker_role, connector._connector_metadata = worker, StepMetadata()
+    connector._worker = connector._side = worker
+    connector._connector_metadata = StepMetadata()
     connector._idle_steps = IdleSteps()
 
     def run(step: Callable[[], None]) -> None:
@@ -610,7 +610,8 @@ def test_a_step_that_fails_vouches_for_nothing() -> None:
 def test_only_a_step_that_computes_nothing_waits_for_what_moves(computes: bool) -> None:
     worker = Mock()
     connector: Any = object.__new__(KVFerryConnector)
-    connector._worker_role, connector._connector_metadata = worker, StepMetadata(computes=computes)
+    connector._worker = connector._side = worker
+    connector._connector_metadata = StepMetadata(computes=computes)
     connector._idle_steps = IdleSteps()
     for received in (set(), set(), {"r"}, set()):
         worker.take_finished.return_value = (received, set())

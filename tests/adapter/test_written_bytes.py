@@ -2,8 +2,8 @@
 
 import ctypes
 
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import Planner
-from kvferry.plan.request import GroupBlocks
 
 from ..local.test_write_plan import pushed
 from .vllm_caches import CacheRank, full, window

@@ -50,7 +50,7 @@ def assert_nothing_is_held(prefill: HandoffEngine) -> None:
     prefill.release()
     prefill.ask("last", [1, 2, 3], {})
     assert prefill.connector._scheduler._state.holds.num_holds == 0
-    writer = prefill.worker._worker_role._source.writer
+    writer = prefill.worker._worker._source.writer
     assert writer.is_quiet
     assert not writer._writes._prompts, "a prompt that is not held can still be written"
     assert prefill.scheduler.reset_prefix_cache(), "a block is still used"

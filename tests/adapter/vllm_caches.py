@@ -33,8 +33,8 @@ except ImportError:
 
 
 from kvferry.integrations.vllm import translate
+from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import Planner
-from kvferry.plan.request import GroupBlocks, of_rank
 
 TOTAL_HEADS, HEAD_SIZE, NUM_BLOCKS = 4, 8, 12
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvferry.transport.registered_memory import RangeStream
+from kvferry.transport.protocol import RangeStream
 
 from .untouchable import span_of
 

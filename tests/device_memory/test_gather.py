@@ -21,7 +21,7 @@ from kvferry.layout.dense import Content
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Region
 from kvferry.layout.slab import slab_shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 from kvferry.tiers.slab_memory import SlabMemory
 
 from ..local.fake_cuda import FakeCuda, FakeEvent, FakeStream

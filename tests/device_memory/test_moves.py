@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from kvferry.arrays import Bytes, Descriptors
 from kvferry.layout.shard import Shard
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import Route
-from kvferry.plan.request import GroupBlocks
 from kvferry.transport.protocol import Direction, Status, reach
 from kvferry.transport.registry import make
 

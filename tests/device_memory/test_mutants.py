@@ -24,9 +24,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import kvferry
+from kvferry.execution.digests import Integrity
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region
-from kvferry.plan.digest_cells import Integrity
 from kvferry.transport import protocol
 from kvferry.transport.nixl import NixlTransport
 from kvferry.transport.protocol import RegionTable
@@ -85,10 +85,10 @@ TOUCHES = {
     "plan.planner:build_templates": "load",
     "plan.proof:_sorted_in_bounds": "worker",
     "tiers.slab_trial:SlabTrial.run": "offload",
-    "transport.end_points:pack_regions": "load",
     "transport.nixl:NixlTransport._descriptor_list": "load",
     "transport.protocol:RegionTable.outside": "load",
-    "transport.registered_memory:_check_inside": "load",
+    "transport.protocol:_check_inside": "load",
+    "transport.protocol:pack_regions": "load",
     "transport.registry:TransportSet.register": "worker",
     "transport.sliced:SlicedTransport._queue": "load",
 }
@@ -260,7 +260,6 @@ def parts_of(value: Any) -> list[str]:
 
 HOST_ONLY = {
     "integrations.vllm.connector": "passes the views on",
-    "integrations.vllm.offload_connector": "passes the views on",
     "integrations.vllm.scheduler.offload_tiers": "a slab is host memory",
     "layout.dense": "makes shards of given addresses, for doctor, tests and plans",
     "layout.shard": "a region is its address",

@@ -25,7 +25,7 @@ from kvferry.integrations.vllm.worker.offload import OffloadWorker
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Region, Shard, encode_shard
 from kvferry.layout.slab import slab_shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 from kvferry.tiers.slab_memory import SlabMemory
 from kvferry.tiers.slab_trial import SlabTrial, try_offload
 

@@ -10,10 +10,10 @@ import torch
 
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.device import Mark
+from kvferry.execution.digests import Integrity
 from kvferry.execution.trial import LabelledBlocks, Trial, choose_blocks, open_side, try_device
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
-from kvferry.plan.digest_cells import Integrity
 from kvferry.transport.registry import TransportSet, make
 
 from ..pure.arrangements import attention, hybrid

@@ -9,10 +9,10 @@ import pytest
 
 from kvferry.errors import Reason
 from kvferry.execution.device import Mark
+from kvferry.execution.digests import Integrity
 from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.source import END
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan.digest_cells import Integrity
 
 from ..local import test_write_integrity, test_writes
 from ..local.engines_in_process import Rank

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from kvferry.execution.digests import CellSums
+from kvferry.execution.digests import CellGrid, CellMemory, CellSums
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region
-from kvferry.plan.digest_cells import CellGrid, CellMemory
 
 from ..support.transport_memory import CudaMemory
 

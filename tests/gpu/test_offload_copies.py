@@ -18,7 +18,7 @@ from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Region, Shard
 from kvferry.layout.slab import slab_shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 from kvferry.tiers.slab_memory import SlabMemory
 
 from ..local.test_local_copy import CASES, Copies, Ranks

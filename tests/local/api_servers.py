@@ -18,7 +18,7 @@ from kvferry.handoff.messages import Answer, Directory, DirectoryRequest, Noted,
 from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Keys, Trust
 from kvferry.integrations.vllm.facts import EngineFacts, ReadyAnswer, may_ask
-from kvferry.transport.end_points import own_identity
+from kvferry.transport.protocol import own_identity
 
 from .engines_in_process import HOST, HoldsCache, PrefillEngine
 

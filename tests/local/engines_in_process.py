@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.errors import KVFerryError
 from kvferry.execution.destination import Compares, SourceEngine, SourceEngines
+from kvferry.execution.digests import Integrity
 from kvferry.handoff.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -26,8 +27,7 @@ from kvferry.handoff.wire.server import Server
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard, encode_shard
-from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 from ..waits import wait_until
 from . import cache_memory

@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.execution import destination
 from kvferry.execution.destination import NOTHING_COMPARED, Announcement, Announcer, Compares, SourceEngines
+from kvferry.execution.digests import Integrity
 from kvferry.execution.executor import Executor, JobResult
 from kvferry.execution.peers import OwnRank
 from kvferry.execution.source import Writer
@@ -25,9 +26,8 @@ from kvferry.handoff.wire.client import Client
 from kvferry.handoff.wire.server import Server
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import encode_shard
-from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import SHORT_TOKENS, LayerSpans
-from kvferry.transport.end_points import ProcessIdentity
+from kvferry.transport.protocol import ProcessIdentity
 from kvferry.transport.registry import TransportSet, open_transport
 
 from ..support.faults import FaultPlan, FaultyTransport

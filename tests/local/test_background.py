@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.errors import HandoffError, Reason
-from kvferry.handoff.wire import background
-from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
+from kvferry.handoff.wire import client
+from kvferry.handoff.wire.client import BackgroundCall, BackgroundCalls
 
 from ..waits import wait_until
 
@@ -48,7 +48,7 @@ def test_calls_that_wait_for_a_slot_begin_in_the_order_in_which_they_were_asked_
     hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever asks most often does not overtake the others."""
-    monkeypatch.setattr(background, "MAX_RUNNING", 1)
+    monkeypatch.setattr(client, "MAX_RUNNING", 1)
     assert hanging.hang("first")
     assert hanging.ask("second") is None
     for _ in range(10):
@@ -59,8 +59,8 @@ def test_calls_that_wait_for_a_slot_begin_in_the_order_in_which_they_were_asked_
 
 
 def test_hole_3_a_call_that_waits_too_long_for_a_slot_fails(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MAX_RUNNING", 1)
-    monkeypatch.setattr(background, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(client, "MAX_RUNNING", 1)
+    monkeypatch.setattr(client, "WAIT_SECONDS", 0.05)
     assert hanging.hang("first")
     assert hanging.ask("second") is None
     time.sleep(0.1)
@@ -75,9 +75,9 @@ def test_a_call_that_hangs_gives_its_slot_to_another_and_such_calls_are_bounded(
     hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A look-up of a name in the operating system has no deadline and cannot be stopped."""
-    monkeypatch.setattr(background, "MAX_RUNNING", 1)
-    monkeypatch.setattr(background, "MAX_LATE", 1)
-    monkeypatch.setattr(background, "LATE_SECONDS", 0.05)
+    monkeypatch.setattr(client, "MAX_RUNNING", 1)
+    monkeypatch.setattr(client, "MAX_LATE", 1)
+    monkeypatch.setattr(client, "LATE_SECONDS", 0.05)
     assert hanging.hang("a")
     time.sleep(0.1)
     assert hanging.hang("b")
@@ -90,8 +90,8 @@ def test_a_call_that_hangs_gives_its_slot_to_another_and_such_calls_are_bounded(
 
 
 def test_calls_that_wait_are_bounded(hanging: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "MAX_RUNNING", 1)
-    monkeypatch.setattr(background, "MAX_WAITING", 2)
+    monkeypatch.setattr(client, "MAX_RUNNING", 1)
+    monkeypatch.setattr(client, "MAX_WAITING", 2)
     for key in "abcdef":
         assert hanging.hang(key)
     assert len(hanging.calls) == 3
@@ -101,8 +101,8 @@ def test_hole_18_calls_that_nobody_asks_for_any_more_make_room(
     hanging: Hanging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once the queue was full of calls whose requests had gone, no other call began until the process ended."""
-    monkeypatch.setattr(background, "MAX_RUNNING", 1)
-    monkeypatch.setattr(background, "MAX_WAITING", 2)
+    monkeypatch.setattr(client, "MAX_RUNNING", 1)
+    monkeypatch.setattr(client, "MAX_WAITING", 2)
     for key in "abc":
         assert hanging.hang(key)
     assert hanging.ask("d") is None
@@ -125,7 +125,7 @@ def test_hole_15_a_process_that_can_start_no_thread_fails_the_call_and_nothing_e
             hanging.ask("a")
     assert refused.value.reason is Reason.PEER_UNREACHABLE
     assert "can't start new thread" in refused.value.message
-    monkeypatch.setattr(background, "FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(client, "FAILURE_SECONDS", 0.0)
     time.sleep(0.001)
     wait_until(lambda: hanging.ask("a") == "a")
 
@@ -136,7 +136,7 @@ def test_thousands_of_calls_that_wait_do_not_slow_whoever_asks(
     """A scheduler asks for each of its waiting requests in each step: 4,000 look-ups at hosts that do not answer made
     every step take two seconds of its thread.
     """
-    monkeypatch.setattr(background, "MAX_RUNNING", 2)
+    monkeypatch.setattr(client, "MAX_RUNNING", 2)
     names = [str(number) for number in range(300)]
     assert all(hanging.hang(name) for name in names)
     looks = 0

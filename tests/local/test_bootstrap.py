@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint
-from kvferry.handoff.wire import background, bootstrap
+from kvferry.handoff.wire import bootstrap, client
 from kvferry.handoff.wire.bootstrap import BootstrapQueries, BootstrapServer, Entry, Offer, query, signed
 from kvferry.handoff.wire.trust import make_keys
 
@@ -135,7 +135,7 @@ def test_hole_3_64_slow_bootstrap_servers_do_not_keep_a_healthy_one_from_being_a
     slow, served = DrippingServer(), BootstrapServer(HOST, 0, offer())
     offers = BootstrapQueries()
     try:
-        names = [f"slow{number}" for number in range(background.MAX_RUNNING)]
+        names = [f"slow{number}" for number in range(client.MAX_RUNNING)]
         assert all(offers.get(slow.address, name) is None for name in names)
         assert awaited(lambda: offers.get(f"http://{HOST}:{served.port}", "p@7")) == offer()
         with pytest.raises(HandoffError) as refused:

@@ -25,7 +25,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind
 from kvferry.models.families import alike
 from kvferry.models.groups import AttentionCache
-from kvferry.transport.end_points import own_identity
+from kvferry.transport.protocol import own_identity
 
 from .api_servers import OPTIONS, ApiServer, EngineInProcess, RouterInProcess
 from .engines_in_process import IDENTITY, DecodeRank

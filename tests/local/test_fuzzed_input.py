@@ -27,9 +27,9 @@ from kvferry.layout.shard import Region, decode_shard, encode_shard
 from kvferry.tiers.disk.segments import RECORD_BYTES, RecordHeader, SegmentShape, read_table
 from kvferry.tiers.protocol import KEY_BYTES
 from kvferry.transport.cma import CmaTransport
-from kvferry.transport.end_points import ProcessEndPoint, decode_end_point
 from kvferry.transport.mooncake import MooncakeEndPoint
 from kvferry.transport.nixl import NixlEndPoint
+from kvferry.transport.protocol import ProcessEndPoint, decode_end_point
 
 from ..fuzzed_messages import Fuzzer, run
 from .engines_in_process import BLOCK_SIZE

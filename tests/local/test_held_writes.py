@@ -9,11 +9,11 @@ import pytest
 from kvferry.errors import HandoffError, Reason, helps_to_repeat
 from kvferry.execution.destination import Announcement, Compares, SourceRank
 from kvferry.execution.device import CudaOrder, DeferredActions
+from kvferry.execution.digests import Integrity
 from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.messages import Announce, Handle, Revoke
 from kvferry.handoff.source import END, BlockList, Prompt
-from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 from ..support.faults import FaultPlan
 from ..waits import wait_until

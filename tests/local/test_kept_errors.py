@@ -16,7 +16,7 @@ from kvferry.execution.executor import Phase
 from kvferry.handoff.destination import DestinationLoad
 from kvferry.handoff.messages import EndPoint, WriteKey
 from kvferry.handoff.source import END, Need, Prompt, SourceWrites, WriteRequest
-from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
+from kvferry.handoff.wire.client import BackgroundCall, BackgroundCalls
 from kvferry.plan.planner import Span
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Transfer

@@ -22,8 +22,8 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.block_copies import BlockCopies, block_copies
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import StridedCopy
-from kvferry.plan.request import GroupBlocks
 
 from ..support.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 from ..waits import wait_until

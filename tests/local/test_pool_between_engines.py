@@ -13,7 +13,7 @@ from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 from kvferry.tiers import remote_pool
 from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.protocol import BlockKey

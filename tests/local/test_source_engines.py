@@ -14,11 +14,12 @@ from kvferry.execution import destination as module
 from kvferry.handoff.messages import FIRST_WEIGHTS, PROTOCOL_VERSION, Directory, Handle, Noted
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import END
-from kvferry.handoff.wire import background
+from kvferry.handoff.wire import client
+from kvferry.handoff.wire.client import BackgroundCall
 from kvferry.layout.shard import encode_shard
 from kvferry.plan import planner
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import PairPlan
-from kvferry.plan.request import GroupBlocks
 
 from ..waits import wait_until
 from .engines_in_process import (
@@ -110,12 +111,12 @@ def test_llm_d_2433_a_shard_that_does_not_fit_or_decode_is_refused_before_a_tran
 def test_a_refused_plan_is_remembered_like_a_failed_handshake(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "FAILURE_SECONDS", 60.0)
+    monkeypatch.setattr(client, "FAILURE_SECONDS", 60.0)
     prefill.answer = lambda question: prefill.directory(ranks=prefill.directory().ranks[:1])
     first, second = decode.refusal(prefill.hold()), decode.refusal(prefill.hold())
     assert first.reason is Reason.MISSING_SOURCE
     assert (str(second), prefill.num_handshakes) == (str(first), 1)
-    monkeypatch.setattr(background, "FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr(client, "FAILURE_SECONDS", 0.1)
     prefill.answer = lambda question: prefill.directory()
     time.sleep(0.15)
     assert decode.engine(prefill.hold())
@@ -138,7 +139,7 @@ def test_a_plan_that_lowers_wrongly_is_found_before_any_byte_moves(
 def test_an_unexpected_error_is_remembered_too(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "FAILURE_SECONDS", 60.0)
+    monkeypatch.setattr(client, "FAILURE_SECONDS", 60.0)
     num_plans = 0
 
     def plan_without_end(*_: object) -> None:
@@ -168,7 +169,7 @@ def test_a_failed_handshake_fails_every_request_that_waits_for_it(
     prefill: PrefillEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thirty loads for a dead engine must not each wait for a handshake of their own, one after the other."""
-    monkeypatch.setattr(background, "FAILURE_SECONDS", 60.0)
+    monkeypatch.setattr(client, "FAILURE_SECONDS", 60.0)
     decode = DecodeRank(Rank(0, 1), timeout_seconds=0.2)
     prefill.may_answer.clear()
     errors = {str(decode.refusal(prefill.hold())) for _ in range(30)}
@@ -179,7 +180,7 @@ def test_a_failed_handshake_fails_every_request_that_waits_for_it(
 def test_a_failed_handshake_is_tried_again_by_a_later_request(
     decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr(client, "FAILURE_SECONDS", 0.1)
     decode.engines._timeout_seconds = 0.1
     with socket.socket() as probe:
         probe.bind((HOST, 0))
@@ -195,7 +196,7 @@ def test_a_failed_handshake_is_tried_again_by_a_later_request(
         prefill.close()
 
 
-def await_end(handshake: background.BackgroundCall[Directory]) -> None:
+def await_end(handshake: BackgroundCall[Directory]) -> None:
     wait_until(lambda: not handshake.is_running)
 
 
@@ -203,7 +204,7 @@ def test_a_failure_without_a_waiting_request_does_not_affect_a_later_request(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request was aborted before the handshake failed; an hour later the engine is well."""
-    monkeypatch.setattr(background, "FAILURE_SECONDS", 0.1)
+    monkeypatch.setattr(client, "FAILURE_SECONDS", 0.1)
     prefill.answer = lambda question: Noted(EPOCH)
     prefill.may_answer.clear()
     assert decode.engines.get(prefill.hold()) is None
@@ -216,7 +217,7 @@ def test_a_failure_without_a_waiting_request_does_not_affect_a_later_request(
 
 
 def test_forgotten_failures_do_not_gather(decode: DecodeRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(client, "FAILURE_SECONDS", 0.0)
     for number in range(20):
         hold = RemoteHold("p", EPOCH, "no such host", 5600 + number, Handle("a", GENERATION))
         with suppress(KVFerryError):
@@ -239,7 +240,7 @@ def test_an_abandoned_handshake_is_dropped(
         prefill.may_answer.set()
         handshake = decode.engines._handshakes._known[(*prefill.hold().engine, FIRST_WEIGHTS)]
         await_end(handshake)
-        monkeypatch.setattr(background, "UNCLAIMED_SECONDS", 0.0)
+        monkeypatch.setattr(client, "UNCLAIMED_SECONDS", 0.0)
         time.sleep(0.001)
         assert decode.engines.get(other.hold()) is None
         assert list(decode.engines._handshakes._known) == [(*other.hold().engine, FIRST_WEIGHTS)]
@@ -250,7 +251,7 @@ def test_an_abandoned_handshake_is_dropped(
 def test_only_so_many_handshakes_run_and_the_next_ones_wait(
     prefill: PrefillEngine, decode: DecodeRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "MAX_RUNNING", 1)
+    monkeypatch.setattr(client, "MAX_RUNNING", 1)
     other = PrefillEngine(filled_ranks())
     prefill.may_answer.clear()
     try:
@@ -323,7 +324,7 @@ def with_large_directory(prefill: PrefillEngine) -> PrefillEngine:
     return prefill
 
 
-def handshake_ended(decode: DecodeRank, prefill: PrefillEngine) -> background.BackgroundCall[Directory]:
+def handshake_ended(decode: DecodeRank, prefill: PrefillEngine) -> BackgroundCall[Directory]:
     """Begin a handshake and wait for its end, as a request that was aborted would have it end."""
     prefill.may_answer.clear()
     assert decode.engines.get(prefill.hold()) is None

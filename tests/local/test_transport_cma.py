@@ -14,8 +14,7 @@ from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport import cma
 from kvferry.transport.cma import CmaTransport, CopyThreads
-from kvferry.transport.end_points import ProcessEndPoint
-from kvferry.transport.protocol import Direction, Status, reach
+from kvferry.transport.protocol import Direction, ProcessEndPoint, Status, reach
 
 from ..support.transport_peer import PeerProcess
 from ..support.transport_suite import Pair, open_pair

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 MOVING = "tests.local.moving_process"
 IP_AND_UDP_HEADERS = 28
-IDENTITY = "from kvferry.transport.end_points import own_identity; print(own_identity().boot_id)"
+IDENTITY = "from kvferry.transport.protocol import own_identity; print(own_identity().boot_id)"
 
 
 @pytest.fixture(scope="module")

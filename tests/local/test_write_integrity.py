@@ -9,10 +9,10 @@ import pytest
 from kvferry.errors import Reason
 from kvferry.execution import destination, digests
 from kvferry.execution.destination import Compares
+from kvferry.execution.digests import Integrity
 from kvferry.handoff.messages import Written
 from kvferry.handoff.source import END
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan.digest_cells import Integrity
 
 from ..support.faults import FaultPlan
 from .engines_in_process import BLOCK_SIZE, HEADS, LAYERS, ROW_BYTES

@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.source import END, BlockList, Part, SourceWrite, WriteState, announced_blocks
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import PairPlan, Planner, Span, cut_layers, plan_spans
-from kvferry.plan.request import GroupBlocks
 
 from .engines_in_process import BLOCK_SIZE, LAYERS, Rank, whole_blocks
 

@@ -38,10 +38,20 @@ from kvferry.handoff.source import END
 from kvferry.handoff.wire.client import ask
 from kvferry.layout.shard import Region
 from kvferry.transport import registry
-from kvferry.transport.end_points import ProcessIdentity, own_identity, parse_start_time, read_stat
 from kvferry.transport.network import Network
 from kvferry.transport.null import NullTransport
-from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, Transport
+from kvferry.transport.protocol import (
+    Capabilities,
+    Direction,
+    Peer,
+    ProcessIdentity,
+    Status,
+    Transfer,
+    Transport,
+    own_identity,
+    parse_start_time,
+    read_stat,
+)
 from kvferry.transport.registry import Connecting, Link, TransportSet
 
 from ..support.faults import FaultPlan, FaultyTransport

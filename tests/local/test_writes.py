@@ -41,7 +41,7 @@ from kvferry.handoff.wire.client import Exchange
 from kvferry.handoff.wire.server import Server
 from kvferry.handoff.wire.trust import Trust, nothing_listens
 from kvferry.layout.shard import encode_shard
-from kvferry.transport.end_points import is_on_this_host, own_identity
+from kvferry.transport.protocol import is_on_this_host, own_identity
 
 from ..support.faults import FaultPlan
 from ..waits import wait_until

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvferry.handoff.source import END, SourceWrites
-from kvferry.transport.end_points import own_identity
+from kvferry.transport.protocol import own_identity
 
 from ..support.faults import FaultPlan
 from .engines_that_write import Batches, SendingEngine

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from kvferry.layout.shard import WHOLE, CacheKind, Shard, TokenShare
-from kvferry.plan.request import GroupBlocks, first_token_to_move
+from kvferry.plan.match import GroupBlocks, first_token_to_move
 
 from .random_models import (
     ComponentShape,

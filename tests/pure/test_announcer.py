@@ -35,7 +35,7 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.wire.client import Exchange
 from kvferry.handoff.wire.trust import THIS_MACHINE
-from kvferry.transport.end_points import ProcessIdentity, own_identity
+from kvferry.transport.protocol import ProcessIdentity, own_identity
 
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
 ENGINE_EPOCH = 9

@@ -9,6 +9,7 @@ import pytest
 
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution.device import HOST
+from kvferry.execution.digests import Integrity
 from kvferry.execution.peers import OwnRank
 from kvferry.execution.source import DestinationRank, Destinations
 from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint, Identity, Introduce, WriteKey
@@ -16,7 +17,6 @@ from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard, encode_shard
-from kvferry.plan.digest_cells import Integrity
 
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
 EPOCH = 40

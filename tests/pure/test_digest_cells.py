@@ -8,13 +8,21 @@ import numpy as np
 import pytest
 
 from kvferry.errors import PlanError, Reason
-from kvferry.execution.digests import CellSums, DeviceCells, check_computes, comparable
+from kvferry.execution import digests
+from kvferry.execution.digests import (
+    CellGrid,
+    CellMemory,
+    CellSums,
+    DeviceCells,
+    Integrity,
+    check_computes,
+    comparable,
+    weights,
+)
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Atom, TokenShare
-from kvferry.plan import digest_cells
-from kvferry.plan.digest_cells import CellGrid, CellMemory, Integrity, weights
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 from ..support.oracle import Arena, RankMemory, strided_memory
 from .strategies import Move
@@ -127,7 +135,7 @@ def test_the_slices_of_a_cell_have_each_of_its_bytes_once(
     if not changes:
         assert sliced.num_cells == num_slices * whole.num_cells
     for part, slices in zip(whole.parts, sliced.parts, strict=True):
-        assert sliced.cell_bytes(slices) >= min(digest_cells.SLICE_BYTES, whole.cell_bytes(part))
+        assert sliced.cell_bytes(slices) >= min(digests.SLICE_BYTES, whole.cell_bytes(part))
         places, sliced_places = (
             np.sort((cells.cells[:, None] + cells.offsets).ravel()[:, None] + np.arange(cells.run_bytes), axis=None)
             for cells in (

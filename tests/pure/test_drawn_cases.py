@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from kvferry.layout.shard import Atom, CacheGroup, CacheKind, Component, Shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 from .strategies import Move, moves
 

@@ -48,7 +48,7 @@ from kvferry.handoff.messages import (
     decode_question,
     encode,
 )
-from kvferry.transport.end_points import ProcessIdentity
+from kvferry.transport.protocol import ProcessIdentity
 
 IDENTITY = Identity("model", "weights", "Qwen3ForCausalLM", "float32", 8, 4, 64, "none", "float32")
 

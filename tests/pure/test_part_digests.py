@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvferry.arrays import Descriptors
 from kvferry.errors import HandoffError, PlanError, Reason
 from kvferry.execution import digests
-from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
+from kvferry.execution.digests import Integrity, PartCells, PartDigests, WrittenDigests
 from kvferry.execution.executor import JobResult, Phase
 from kvferry.execution.source import MAX_PAGE_WRITES, Write
 from kvferry.handoff.messages import AnnouncedBlocks, WriteKey
@@ -37,10 +37,8 @@ from kvferry.handoff.source import (
 )
 from kvferry.layout.dense import Content
 from kvferry.layout.shard import CacheKind, Shard
-from kvferry.plan import digest_cells
-from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import LayerSpans, PairPlan, Planner
-from kvferry.plan.request import GroupBlocks
 from kvferry.transport.protocol import Direction, Peer, Transfer
 from kvferry.transport.registry import Link, open_transports
 
@@ -138,7 +136,7 @@ def test_digests_agree_after_a_right_write_and_differ_after_any_flipped_bit(
     """Whatever kinds of caches, layouts, block sizes, tensor-parallel sizes, stages, chunks, spans and slices."""
     assume(move.num_tokens)
     cells_of.cache_clear()
-    with mock.patch.object(digest_cells, "SLICE_BYTES", slice_bytes):
+    with mock.patch.object(digests, "SLICE_BYTES", slice_bytes):
         check_writes(move, selector, seed, steps, layers_per_span)
 
 

@@ -25,10 +25,18 @@ from kvferry.layout.shard import (
     encode_shard,
 )
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, gated_delta_segments, mamba2_segments
-from kvferry.plan.match import canonical, choose_sources, common, count, without
+from kvferry.plan.match import (
+    GroupBlocks,
+    canonical,
+    choose_sources,
+    common,
+    count,
+    first_token_to_move,
+    sample_requests,
+    without,
+)
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof import verify_destination, verify_pair
-from kvferry.plan.request import GroupBlocks, first_token_to_move, sample_requests
 
 from .refusals import refused
 

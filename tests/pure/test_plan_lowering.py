@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheGroup, CacheKind, Region, Shard
+from kvferry.plan.match import GroupBlocks, TokenRun
 from kvferry.plan.planner import MAX_CACHED_PHASES, Planner, StridedCopy, coalesce, merge_rows, place
 from kvferry.plan.proof import verify_destination, verify_pair
-from kvferry.plan.request import GroupBlocks, TokenRun
 
 from ..support.oracle import Arena, OracleMismatch, check_moved, strided_memory
 

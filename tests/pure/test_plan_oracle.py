@@ -8,9 +8,8 @@ import pytest
 from kvferry.arrays import Bytes
 from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.plan.match import choose_sources
+from kvferry.plan.match import GroupBlocks, choose_sources
 from kvferry.plan.planner import PairPlan
-from kvferry.plan.request import GroupBlocks
 
 from ..support.oracle import Arena, Labels, OracleMismatch, RankMemory, compare
 from .named_memory import named_memory

@@ -7,9 +7,9 @@ from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, VerificationError
 from kvferry.layout.shard import CacheGroup, CacheKind, Region, Shard
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, mamba2_segments, padding_components
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof import verify_destination, verify_pair
-from kvferry.plan.request import GroupBlocks
 
 from ..support.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 

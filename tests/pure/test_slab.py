@@ -31,9 +31,9 @@ from kvferry.models.groups import (
     split_layers,
 )
 from kvferry.models.groups import RankMemory as ModelRank
+from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof import verify_destination
-from kvferry.plan.request import GroupBlocks, of_rank
 
 from ..support.oracle import Arena, Labels, RankMemory, check_moved, compare, strided_memory
 from .arrangements import ask, attention, hybrid

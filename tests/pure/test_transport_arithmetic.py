@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport.protocol import RegionTable
-from kvferry.transport.registered_memory import MAX_DESCRIPTORS, RangeStream, _check_shape
+from kvferry.transport.protocol import MAX_DESCRIPTORS, RangeStream, RegionTable, _check_shape
 from kvferry.transport.sliced import slice_bounds, split_long
 
 ranges = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 12)), min_size=1, max_size=20)

@@ -19,10 +19,9 @@ from kvferry.handoff.source import (
     announced_blocks,
 )
 from kvferry.layout.shard import TokenShare
-from kvferry.plan.match import selector_of
+from kvferry.plan.match import GroupBlocks, selector_of
 from kvferry.plan.planner import PairPlan, Planner, Span, cut_layers, plan_spans
 from kvferry.plan.proof import verify_destination
-from kvferry.plan.request import GroupBlocks
 
 from .arrangements import FULL, STATE, ask, attention, hybrid
 from .test_writes_and_loads import load_of

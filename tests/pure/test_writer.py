@@ -36,9 +36,8 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.source import END, MOST_KEPT_TEXT, BlockList, Part, Prompt, announced_blocks
 from kvferry.handoff.wire.trust import THIS_MACHINE
 from kvferry.layout.shard import encode_shard
-from kvferry.plan.match import selector_of
+from kvferry.plan.match import GroupBlocks, selector_of
 from kvferry.plan.planner import LayerSpans, Planner
-from kvferry.plan.request import GroupBlocks
 from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Link
 

@@ -15,8 +15,7 @@ import numpy as np
 from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import HOST_DEVICE, Region
-from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, Transport
-from kvferry.transport.registered_memory import RangeStream
+from kvferry.transport.protocol import Capabilities, Direction, Peer, RangeStream, Status, Transfer, Transport
 from kvferry.transport.sliced import slice_bounds, split_long
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvferry.arrays import Bytes, Descriptors, Integers
 from kvferry.layout.shard import CacheGroup, Component, HeadRange, Region, Shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 Views = Mapping[tuple[str, str, str], Bytes]
 """By group, component and layer name: an array of shape (block, local head, slot, channel, itemsize)."""

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvferry.handoff.wire.background import FAILURE_SECONDS
+from kvferry.handoff.wire.client import FAILURE_SECONDS
 from kvferry.harness.virtual_hosts import DEVICE, VirtualHost
 
 from ..host.vllm.chaos.relay import Relay, listening_ports

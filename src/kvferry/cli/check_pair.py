@@ -18,10 +18,11 @@ import msgspec
 from kvferry.cli.plan_report import Blocks, GroupSizes, requests_for
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.destination import Compares, SourceEngine, refuse_loopback
+from kvferry.execution.digests import Integrity
 from kvferry.handoff.handshake import Versions, agree, ask_directory, compare_engines, decode_shards
 from kvferry.handoff.messages import Directory, RankEntry
-from kvferry.handoff.wire.background import within
-from kvferry.handoff.wire.http import FAILURES, HttpAnswer, HttpRequest, exchange
+from kvferry.handoff.wire.bootstrap import FAILURES, HttpAnswer, HttpRequest, exchange
+from kvferry.handoff.wire.client import within
 from kvferry.handoff.wire.trust import Keys, Trust, bare, in_url, is_loopback, is_numeric, look_up
 from kvferry.integrations.vllm.facts import (
     ASKS,
@@ -35,12 +36,11 @@ from kvferry.integrations.vllm.facts import (
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_cached_windows, check_filled_whole
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.peer_log import printable
-from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import PairPlan
-from kvferry.plan.request import GroupBlocks, of_rank
 from kvferry.transport.cma import check_same_host
-from kvferry.transport.end_points import is_on_this_host
 from kvferry.transport.network import interface_of
+from kvferry.transport.protocol import is_on_this_host
 from kvferry.transport.registry import in_common, nothing_in_common
 
 PROMPT_TOKENS = 10_000

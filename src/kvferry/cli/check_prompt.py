@@ -14,8 +14,8 @@ import msgspec
 from kvferry.cli.check_pair import ASK_SECONDS, Server, Side
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.messages import Handle, Identifier, Release, Unsigned
+from kvferry.handoff.wire.bootstrap import HttpAnswer
 from kvferry.handoff.wire.client import ask
-from kvferry.handoff.wire.http import HttpAnswer
 from kvferry.harness.launch import parse_metrics
 from kvferry.peer_log import printable
 

@@ -31,9 +31,8 @@ from kvferry.layout.shard import CacheGroup, CacheKind, Shard
 from kvferry.models.config import ITEM_SIZES
 from kvferry.models.families import caches_of
 from kvferry.models.groups import LayerGroup
-from kvferry.plan.match import ComponentHeads
+from kvferry.plan.match import ComponentHeads, GroupBlocks
 from kvferry.plan.planner import GroupPlan, StridedCopy
-from kvferry.plan.request import GroupBlocks
 from kvferry.units import format_bytes, format_seconds
 
 ENGINE_HELP = (

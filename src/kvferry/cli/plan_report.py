@@ -27,10 +27,9 @@ from kvferry.models.groups import (
     resolve_block_size,
     split_layers,
 )
-from kvferry.plan.match import canonical, common
+from kvferry.plan.match import GroupBlocks, canonical, common, first_token_to_move
 from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Planner
 from kvferry.plan.proof import verify_destination, verify_pair
-from kvferry.plan.request import GroupBlocks, first_token_to_move
 from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Direction, Status, reach
 

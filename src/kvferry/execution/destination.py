@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
-from kvferry.execution.digests import PER_ADVANCE, PartCells, PartDigests, check_computes
+from kvferry.execution.digests import PER_ADVANCE, Integrity, PartCells, PartDigests, check_computes
 from kvferry.execution.executor import JobResult, Phase, clock
 from kvferry.execution.peers import OwnRank, Peers
 from kvferry.handoff.destination import DestinationLoad, Step
@@ -48,16 +48,13 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import Part, announced_blocks
-from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls, unexpected_error
-from kvferry.handoff.wire.client import Exchange
+from kvferry.handoff.wire.client import BackgroundCall, BackgroundCalls, Exchange, unexpected_error
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust, is_loopback
 from kvferry.layout.shard import HOST_DEVICE, Shard
 from kvferry.peer_log import PeerLog
-from kvferry.plan.digest_cells import Integrity
-from kvferry.plan.match import selector_of
+from kvferry.plan.match import GroupBlocks, of_rank, refuse_incomplete, selector_of
 from kvferry.plan.planner import PairPlan, Route
-from kvferry.plan.request import GroupBlocks, of_rank, refuse_incomplete
-from kvferry.transport.end_points import ProcessIdentity, is_on_this_host
+from kvferry.transport.protocol import ProcessIdentity, is_on_this_host
 
 logger = PeerLog(logging.getLogger(__name__))
 
@@ -246,7 +243,7 @@ class SourceEngines:
         """Return the engine, or None while its handshake runs.
 
         Raises the error of the handshake or of the plan in every request that waits for it, and for
-        :data:`kvferry.handoff.wire.background.FAILURE_SECONDS`; a later request tries again.
+        :data:`kvferry.handoff.wire.client.FAILURE_SECONDS`; a later request tries again.
         """
         self._drop_suspects()
         self._drop_surplus()

@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.execution.device import HOST, DeviceOrder
 from kvferry.peer_log import PeerLog
-from kvferry.transport.end_points import own_identity
+from kvferry.transport.protocol import own_identity
 
 logger = PeerLog(logging.getLogger(__name__))
 

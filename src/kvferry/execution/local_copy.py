@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.arrays import Descriptors, memory_at
+from kvferry.arrays import Descriptors
 from kvferry.errors import KVFerryError, PlanError, Reason, TransportError
 from kvferry.execution.device import OVER, DeviceOrder, HostCopies, Mark
 from kvferry.execution.device_gather import GatherBuffer, choose
@@ -26,9 +26,10 @@ from kvferry.execution.executor import JobResult, Phase
 from kvferry.layout.shard import Region, Shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.block_copies import BlockCopies, block_copies
+from kvferry.plan.match import GroupBlocks, sample_requests
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof import verify_destination
-from kvferry.plan.request import GroupBlocks, sample_requests
+from kvferry.transport.protocol import memory_at
 
 logger = PeerLog(logging.getLogger(__name__))
 

@@ -6,11 +6,10 @@ from kvferry.errors import KVFerryError
 from kvferry.execution.device import DeviceOrder
 from kvferry.execution.executor import Executor
 from kvferry.handoff.messages import Bounded, EndPoint, Identity
-from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
-from kvferry.handoff.wire.client import Client
+from kvferry.handoff.wire.client import BackgroundCall, BackgroundCalls, Client
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust, nothing_listens
 from kvferry.layout.shard import HOST_DEVICE
-from kvferry.transport.end_points import Process, ProcessIdentity, hold_process, is_on_this_host, is_visible
+from kvferry.transport.protocol import Process, ProcessIdentity, hold_process, is_on_this_host, is_visible
 from kvferry.transport.registry import TransportSet
 
 PROBE_SECONDS = 0.2

@@ -19,7 +19,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import DeferredActions
-from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests, check_computes
+from kvferry.execution.digests import Integrity, PartCells, PartDigests, WrittenDigests, check_computes
 from kvferry.execution.executor import JobResult, Phase, clock
 from kvferry.execution.peers import OwnRank, Peers
 from kvferry.handoff.handshake import Versions, agree, compare_identities
@@ -44,7 +44,6 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.source import Batch, Part, Prompt, SourceWrites, WriteRequest, no_longer_held
 from kvferry.layout.shard import decode_shard
 from kvferry.peer_log import PeerLog
-from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.match import selector_of
 from kvferry.plan.planner import SHORT_TOKENS, LayerSpans, PairPlan, Route, Span, goes_whole
 from kvferry.transport.protocol import Direction, Status, Transfer

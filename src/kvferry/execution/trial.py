@@ -17,7 +17,7 @@ import numpy as np
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.device import DeviceOrder
-from kvferry.execution.digests import PartCells, PartDigests, WrittenDigests
+from kvferry.execution.digests import Integrity, PartCells, PartDigests, WrittenDigests
 from kvferry.execution.memory import as_bytes, placed
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.source import BlockList, Cut, Part, announced_blocks
@@ -26,9 +26,8 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
 from kvferry.peer_log import PeerLog
-from kvferry.plan.digest_cells import Integrity
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import PairPlan, Route
-from kvferry.plan.request import GroupBlocks
 from kvferry.transport.protocol import Direction, Status
 from kvferry.transport.registry import TransportSet
 

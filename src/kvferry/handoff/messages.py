@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.wire.trust import check_host
-from kvferry.transport.end_points import ProcessIdentity
+from kvferry.transport.protocol import ProcessIdentity
 
 PROTOCOL_VERSION = 1
 """An engine that does not speak it is refused (protocol-mismatch)."""
@@ -44,7 +44,7 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_LENGTH)]
 Unsigned = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Payload = Annotated[bytes, msgspec.Meta(max_length=MAX_MESSAGE_BYTES)]
 Digests = Literal["off", "sample", "full"]
-"""Which bytes two ranks compare by digests, see :class:`kvferry.plan.digest_cells.Integrity`."""
+"""Which bytes two ranks compare by digests, see :class:`kvferry.execution.digests.Integrity`."""
 AdapterDigest = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z", max_length=32)]
 """A digest in a peer's message or in a request's parameters, empty for none. It goes into log lines."""
 LeaseSeconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_SECONDS)]

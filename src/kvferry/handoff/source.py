@@ -32,9 +32,8 @@ from kvferry.handoff.handshake import NO_ADAPTER, Adapter, compare_adapters
 from kvferry.handoff.holds import is_of_hold
 from kvferry.handoff.messages import AnnouncedBlocks, Bounded, WriteKey
 from kvferry.layout.shard import CacheGroup, CacheKind
-from kvferry.plan.match import SAME_LAYERS
+from kvferry.plan.match import SAME_LAYERS, GroupBlocks
 from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Span, SpanPlans
-from kvferry.plan.request import GroupBlocks
 
 END = 1 << 62
 """Progress of a span whose prompt has been computed to its end, partly filled last block and state included."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.arrays import Descriptors, Integers
+from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import PairPlan, StridedCopy
-from kvferry.plan.request import GroupBlocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

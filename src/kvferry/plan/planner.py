@@ -30,18 +30,21 @@ import numpy as np
 from kvferry.arrays import Descriptors, Flags, Integers, Offsets
 from kvferry.errors import PlanError, Reason
 from kvferry.layout.shard import Atom, CacheGroup, Component, HeadRange, Shard, shard_encoder
-from kvferry.plan.match import Assignment, choose_sources, match_heads, match_layers
-from kvferry.plan.proof import verify_destination
-from kvferry.plan.request import (
+from kvferry.plan.match import (
+    Assignment,
     BlockPairs,
     GroupBlocks,
     Phase,
     TokenRun,
     block_pairs,
+    choose_sources,
+    match_heads,
+    match_layers,
     refuse_incomplete,
     refuse_twice,
     sample_requests,
 )
+from kvferry.plan.proof import verify_destination
 
 Loop = tuple[int, int, int]
 """Count, source stride, destination stride."""
@@ -497,7 +500,7 @@ class PairPlan:
         their order. A group that only another source serves adds no descriptors.
 
         Raises :class:`PlanError` (``invalid-request``) for a group that is unknown or left out (see
-        :func:`kvferry.plan.request.refuse_incomplete`), and for blocks that do not fit.
+        :func:`kvferry.plan.match.refuse_incomplete`), and for blocks that do not fit.
         """
         return _descriptors([rows for plan, asked in self.asked(requests) for rows in plan.lower(asked)])
 

@@ -16,7 +16,7 @@ import numpy as np
 from kvferry.arrays import Descriptors, Flags, Integers
 from kvferry.errors import Reason, VerificationError
 from kvferry.layout.shard import Atom, CacheGroup, CacheKind, Component, HeadRange, Region, Shard
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 Heads = Mapping[tuple[str, str], Sequence[HeadRange]]
 """Global heads by group and component."""

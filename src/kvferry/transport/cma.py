@@ -20,19 +20,26 @@ import numpy as np
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport.end_points import (
+from kvferry.transport.protocol import (
     NONCE_BYTES,
+    Capabilities,
+    Direction,
     Nonce,
+    Peer,
     Process,
     ProcessEndPoint,
     ProcessIdentity,
+    RangeStream,
+    RegisteredMemoryTransport,
+    Sides,
+    Status,
+    Transfer,
     decode_end_point,
     own_identity,
     parse_start_time,
+    reached,
     unpack_regions,
 )
-from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
-from kvferry.transport.registered_memory import RangeStream, RegisteredMemoryTransport, Sides
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,23 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.arrays import Addresses, Descriptors, Integers, memory_at
+from kvferry.arrays import Addresses, Descriptors, Integers
 from kvferry.errors import Reason, TransportError
-from kvferry.transport.end_points import Nonce, ProcessEndPoint, decode_end_point, own_identity, unpack_regions
-from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
-from kvferry.transport.registered_memory import RegisteredMemoryTransport
+from kvferry.transport.protocol import (
+    Capabilities,
+    Direction,
+    Nonce,
+    Peer,
+    ProcessEndPoint,
+    RegisteredMemoryTransport,
+    Status,
+    Transfer,
+    decode_end_point,
+    memory_at,
+    own_identity,
+    reached,
+    unpack_regions,
+)
 
 MAX_BYTES_PER_POLL = 16 << 20
 GATHER_BYTES = 256 << 10  # a gather goes through a buffer that stays in the second-level cache

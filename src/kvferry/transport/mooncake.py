@@ -35,21 +35,26 @@ import numpy as np
 from kvferry.arrays import Descriptors
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError, install_command
 from kvferry.layout.shard import Region
-from kvferry.transport.end_points import (
+from kvferry.transport.network import AddressesOf, any_addresses
+from kvferry.transport.protocol import (
     NONCE_BYTES,
     Address,
+    Capabilities,
     DeviceList,
+    Direction,
     Nonce,
     NonceBytes,
+    Peer,
     RegionList,
+    RegionTable,
+    Status,
+    Transfer,
     check_devices,
     decode_end_point,
     pack_devices,
     pack_regions,
     unpack_regions,
 )
-from kvferry.transport.network import AddressesOf, any_addresses
-from kvferry.transport.protocol import Capabilities, Direction, Peer, RegionTable, Status, Transfer
 from kvferry.transport.sliced import (
     Connection,
     SlicedTransfer,

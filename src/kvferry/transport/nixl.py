@@ -28,21 +28,27 @@ import numpy as np
 from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import HOST_DEVICE, Region
-from kvferry.transport.end_points import (
+from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device
+from kvferry.transport.protocol import (
     NONCE_BYTES,
     Address,
+    Capabilities,
     DeviceList,
+    Direction,
     NonceBytes,
+    Peer,
     RegionList,
+    RegionTable,
+    Sides,
+    Status,
+    Transfer,
     check_devices,
     decode_end_point,
+    install_nixl,
     pack_devices,
     pack_regions,
     unpack_regions,
 )
-from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device
-from kvferry.transport.protocol import Capabilities, Direction, Peer, RegionTable, Status, Transfer
-from kvferry.transport.registered_memory import Sides, install_nixl
 from kvferry.transport.sliced import (
     Connection,
     SlicedTransfer,

@@ -7,9 +7,19 @@ import msgspec
 import numpy as np
 
 from kvferry.arrays import Descriptors
-from kvferry.transport.end_points import RegionList, decode_end_point, pack_regions, unpack_regions
-from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, reached
-from kvferry.transport.registered_memory import RegisteredMemoryTransport
+from kvferry.transport.protocol import (
+    Capabilities,
+    Direction,
+    Peer,
+    RegionList,
+    RegisteredMemoryTransport,
+    Status,
+    Transfer,
+    decode_end_point,
+    pack_regions,
+    reached,
+    unpack_regions,
+)
 
 
 class NullEndPoint(msgspec.Struct, frozen=True):

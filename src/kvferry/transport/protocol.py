@@ -1,26 +1,45 @@
-"""The interface of a transport: six verbs, called by one thread at a time.
+"""What every transport is and works on: its interface, end points, and registered memory.
 
-``register`` local memory and send the end point to a peer, ``connect`` to a peer's end point, ``submit`` descriptors,
-``poll`` until the transfer ends, ``cancel``, ``close``. A transport makes progress only inside these calls; ``poll``
-makes a bounded amount of progress and returns. A connection is a transfer too: it reads a nonce, and its peer can be
-used once the transfer is ``DONE``.
+The interface is six verbs, called by one thread at a time: ``register`` local memory and send the end point to a peer,
+``connect`` to a peer's end point, ``submit`` descriptors, ``poll`` until the transfer ends, ``cancel``, ``close``. A
+transport makes progress only inside these calls; ``poll`` makes a bounded amount of progress and returns. A connection
+is a transfer too: it reads a nonce, and its peer can be used once the transfer is ``DONE``.
+
+An end point has the identity of a process, its registered regions, and a nonce in its memory. A process of this host is
+held by a file descriptor: a later process with its pid is not taken for it.
 """
 
+import os
 import re
+import select
+import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol, Self, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.arrays import Addresses, Descriptors, Integers
-from kvferry.errors import TransportError
+from kvferry.errors import Reason, TransportError, install_command
 from kvferry.layout.shard import HOST_DEVICE, Region
 
 CUDA_DEVICE = re.compile(r"cuda:([0-9]{1,3})")
+MAX_DESCRIPTORS = 1 << 22
+MAX_REGIONS = 65536
+MAX_END_POINT_BYTES = 4 << 20
+NONCE_BYTES = 16
+
+Address = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+Length = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+DeviceName = Annotated[str, msgspec.Meta(pattern=f"^({HOST_DEVICE}|{CUDA_DEVICE.pattern})$")]
+DeviceList = Annotated[list[DeviceName], msgspec.Meta(max_length=MAX_REGIONS)]
+RegionList = Annotated[list[tuple[Address, Length]], msgspec.Meta(max_length=MAX_REGIONS)]
+NonceBytes = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class Direction(StrEnum):
@@ -247,3 +266,429 @@ def reach(transport: Transport, end_point: bytes) -> Peer:
     if transfer.error is not None:
         raise transfer.error
     return transfer.peer
+
+
+class _Memory:
+    def __init__(self, address: int, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> None:
+        self.__array_interface__ = {
+            "data": (address, False),
+            "shape": tuple(shape),
+            "strides": tuple(strides),
+            "typestr": f"|V{element_bytes}",
+            "version": 3,
+        }
+
+
+def memory_at(address: int, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> npt.NDArray[np.void]:
+    """Return the memory at an address as an array; numpy copies each element by one memmove. Strides are bytes.
+
+    >>> memory = np.arange(8, dtype=np.uint8)
+    >>> memory_at(memory.ctypes.data, (2,), (4,), 2).tobytes().hex()
+    '00010405'
+    """
+    return np.asarray(_Memory(address, shape, strides, element_bytes))
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """One process. A pid may be reused; pid, start time and boot id together are unique."""
+
+    boot_id: Annotated[str, msgspec.Meta(max_length=64)]
+    pid_namespace: Annotated[int, msgspec.Meta(ge=0)]
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    start_time: Annotated[int, msgspec.Meta(ge=0)]
+    uid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+
+
+class ProcessEndPoint(msgspec.Struct, frozen=True):
+    """What another process on this host needs to reach this process's memory."""
+
+    transport: Literal["cma", "memcpy"]
+    version: Literal[1]
+    identity: ProcessIdentity
+    regions: RegionList
+    nonce_address: Address
+    nonce: NonceBytes
+
+    @classmethod
+    def own(cls, transport: Literal["cma", "memcpy"], regions: RegionTable, nonce: "Nonce") -> Self:
+        """Return the end point of this process."""
+        return cls(transport, 1, own_identity(), pack_regions(regions), nonce.address, nonce.value)
+
+
+EndPoint = TypeVar("EndPoint", bound=msgspec.Struct)
+
+
+def decode_end_point(payload: bytes, kind: type[EndPoint], transport: str) -> EndPoint:
+    """Decode an end point of at most ``MAX_END_POINT_BYTES`` that a peer sent.
+
+    >>> decode_end_point(b"garbage", ProcessEndPoint, "cma")
+    Traceback (most recent call last):
+    kvferry.errors.TransportError: this is not a cma end point: ... [malformed-message]
+    """
+    try:
+        if len(payload) > MAX_END_POINT_BYTES:
+            raise msgspec.DecodeError(f"{len(payload)} bytes, more than {MAX_END_POINT_BYTES}")
+        decoded = msgspec.msgpack.decode(payload, type=kind)
+        if getattr(decoded, "transport", transport) != transport:
+            raise msgspec.ValidationError("the end point is for another transport")
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise TransportError(
+            Reason.MALFORMED_MESSAGE,
+            f"this is not a {transport} end point: {error}.",
+            "Run the same transport of the same kvferry version in both engines.",
+        ) from error
+    return decoded
+
+
+def pack_regions(table: RegionTable) -> RegionList:
+    """Return regions as (address, length), for an end point."""
+    return [(region.base_address, region.length) for region in table.regions]
+
+
+def check_devices(regions: Sequence[tuple[int, int]], devices: Sequence[str]) -> None:
+    """Raise ``ValueError`` unless each region has a device, or none has one."""
+    if len(devices) not in (0, len(regions)):
+        raise ValueError(f"{len(devices)} devices of {len(regions)} regions")
+
+
+def pack_devices(table: RegionTable) -> list[str]:
+    """Return the device of each region of :func:`pack_regions`; nothing where all is host memory."""
+    return [] if table.devices in ((), (HOST_DEVICE,)) else [region.device for region in table.regions]
+
+
+def unpack_regions(pairs: Sequence[tuple[int, int]], devices: Sequence[str] = ()) -> RegionTable:
+    """Return the regions of a received end point; without ``devices``, all are host memory."""
+    names = devices or [HOST_DEVICE] * len(pairs)
+    return RegionTable([Region(*pair, device) for pair, device in zip(pairs, names, strict=True)])
+
+
+def own_identity() -> ProcessIdentity:
+    """Return the identity of this process. Not cached, since a fork changes it."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot_id = file.read().strip()
+    return ProcessIdentity(
+        boot_id=boot_id,
+        pid_namespace=os.stat("/proc/self/ns/pid").st_ino,
+        pid=os.getpid(),
+        start_time=parse_start_time(read_stat(os.getpid())),
+        uid=os.geteuid(),
+    )
+
+
+def read_stat(pid: int) -> bytes:
+    """Return ``/proc/<pid>/stat``; raises ``ProcessLookupError`` or ``FileNotFoundError`` for a pid without process."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read()
+
+
+def parse_start_time(stat: bytes) -> int:
+    """Return the process's start time in clock ticks since boot (field 22); raises ``ProcessLookupError`` for a zombie.
+
+    >>> parse_start_time(b"7 (a) b) S " + b" ".join(b"%d" % i for i in range(4, 30)))
+    22
+    """
+    if stat[stat.rindex(b")") + 2 :][:1] in (b"Z", b"X"):
+        raise ProcessLookupError("the process has exited")
+    return start_time_in(stat)
+
+
+def start_time_in(stat: bytes) -> int:
+    """Return the start time as :func:`parse_start_time`, that of a zombie too."""
+    # The name, in brackets, may contain anything.
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+class Nonce:
+    """Random bytes at a fixed address. A peer that reads them has reached the right memory."""
+
+    def __init__(self) -> None:
+        self.value = os.urandom(NONCE_BYTES)
+        self._memory = np.frombuffer(bytearray(self.value), np.uint8)
+        self.address = int(self._memory.ctypes.data)
+
+
+class Process:
+    """The process that has this pid now. Raises ``ProcessLookupError`` where there is none, else ``OSError``.
+
+    >>> process = Process(os.getpid())
+    >>> process.has_pid, process.has_ended
+    (True, False)
+    >>> process.close()
+    """
+
+    _descriptor = -1
+
+    def __init__(self, pid: int) -> None:
+        self._descriptor = os.pidfd_open(pid)
+
+    @property
+    def has_pid(self) -> bool:
+        """Whether the process keeps its pid: it runs, or its parent has not yet taken notice of its end."""
+        try:
+            signal.pidfd_send_signal(self._descriptor, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every thread of the process has ended, so that none of its system calls runs."""
+        poller = select.poll()
+        poller.register(self._descriptor, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def close(self) -> None:
+        """Let the process go; twice is fine."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    __del__ = close
+
+
+def is_visible(identity: ProcessIdentity) -> bool:
+    """Return whether the process is, or was, on this host and in this pid namespace, so that its pid means it here."""
+    own = own_identity()
+    return (own.boot_id, own.pid_namespace) == (identity.boot_id, identity.pid_namespace)
+
+
+def is_on_this_host(identity: ProcessIdentity) -> bool:
+    """Return whether the process is, or was, on this host, in whichever container."""
+    return own_identity().boot_id == identity.boot_id
+
+
+def hold_process(identity: ProcessIdentity) -> Process | None:
+    """Return the process; None where nothing can be known of it: it is elsewhere, or the kernel has no pidfd.
+
+    Raises ``ProcessLookupError`` where the process has ended, also where another process has its pid.
+    """
+    if not is_visible(identity):
+        return None
+    try:
+        process = Process(identity.pid)
+    except ProcessLookupError:
+        raise
+    except (OSError, AttributeError):
+        return None
+    try:
+        # After the descriptor is open: the start time is that of the process that it holds, or of a later one.
+        if start_time_in(read_stat(identity.pid)) == identity.start_time:
+            return process
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    except BaseException:
+        process.close()
+        raise
+    process.close()
+    raise ProcessLookupError(f"process {identity.pid} has ended")
+
+
+def install_nixl() -> str:
+    """Return what to do where NIXL is not installed. With CUDA 13, its package for CUDA 12 loads nixl-cu13."""
+    return f"Install NIXL: {install_command('nixl', 'nixl-cu12')}"
+
+
+class Sides(NamedTuple):
+    """The columns of a descriptor array as local and remote addresses."""
+
+    local: Addresses
+    remote: Addresses
+    lengths: Addresses
+
+    @classmethod
+    def of(cls, descriptors: Descriptors, direction: Direction) -> Self:
+        """Return the columns of descriptors that move in this direction."""
+        sources, destinations, lengths = descriptors.T
+        return (
+            cls(destinations, sources, lengths) if direction is Direction.READ else cls(sources, destinations, lengths)
+        )
+
+
+class RangeStream:
+    """The local or the remote ranges of a list of descriptors as a stream of bytes, cut for vectored system calls.
+
+    Ranges ``(address, length)`` in order, neighbours merged, addressed by byte position in the stream. The local and
+    the remote stream of a transfer have equal length, so each is merged on its own.
+
+    >>> stream = RangeStream(np.array([100, 110, 500], np.uint64), np.array([10, 10, 10], np.uint64))
+    >>> stream.cut(5, 25).tolist()
+    [[105, 15], [500, 5]]
+    >>> stream.reach(5, 1), stream.reach(5, 2)
+    (20, 30)
+    """
+
+    __slots__ = ("_ends", "_ranges")
+
+    def __init__(self, addresses: Addresses, lengths: Addresses) -> None:
+        starts_range = np.ones(len(addresses), bool)
+        np.not_equal(addresses[1:], addresses[:-1] + lengths[:-1], out=starts_range[1:])
+        first = np.flatnonzero(starts_range)
+        ends = np.cumsum(lengths)
+        self._ends: Addresses = ends[np.append(first[1:], len(addresses)) - 1] if len(first) else ends
+        self._ranges: Addresses = np.empty((len(first), 2), np.uint64)
+        self._ranges[:, 0] = addresses[first]
+        self._ranges[:, 1] = np.diff(self._ends, prepend=np.uint64(0))
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def reach(self, position: int, max_ranges: int) -> int:
+        """Return the position at the end of ``max_ranges`` ranges from ``position``."""
+        index = int(np.searchsorted(self._ends, np.uint64(position), side="right"))
+        return int(self._ends[min(index + max_ranges, len(self._ends)) - 1])
+
+    def cut(self, start: int, stop: int) -> Addresses:
+        """Return the ranges from position ``start`` up to ``stop``, as a new C-contiguous ``(n, 2)`` array."""
+        first, last = np.searchsorted(self._ends, np.array([start, stop - 1], np.uint64), side="right")
+        ranges = self._ranges[first : last + 1].copy()
+        skipped = np.uint64(start) - (self._ends[first] - self._ranges[first, 1])
+        ranges[0, 0] += skipped
+        ranges[0, 1] -= skipped
+        ranges[-1, 1] -= self._ends[last] - np.uint64(stop)
+        return ranges
+
+
+class RegisteredMemoryTransport(ABC):
+    """``register``, ``submit``, ``poll``, ``cancel`` and ``close``; a subclass connects and moves the bytes.
+
+    Where bytes move inside ``poll`` only, as here, ``cancel`` stops at once. After ``close`` a poll of a pending
+    transfer fails it.
+    """
+
+    capabilities: Capabilities
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+        self._local = RegionTable([])
+        self._closed = False
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        """Add memory and return the end point. Raises ``TransportError`` (``UNSUPPORTED``) for memory of a device that
+        the transport does not move, and where no peer could read the end point.
+
+        ``_make_reachable`` raises further errors.
+        """
+        self._check_open()
+        for region in regions:
+            if not self.capabilities.moves(region.device):
+                raise self._cannot_move(region)
+        self._make_reachable(regions)
+        self._regions.extend(regions)
+        self._local = RegionTable(self._regions)
+        return self._readable(self._end_point())
+
+    def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        """Check the descriptors and queue them; ``poll`` moves the bytes."""
+        self._check_open()
+        _check_shape(descriptors)
+        sides = Sides.of(descriptors, direction)
+        _check_inside("local", self._local, sides.local, sides.lengths)
+        _check_inside("remote", peer.regions, sides.remote, sides.lengths)
+        transfer = self._queue(peer, direction, descriptors)
+        if not len(descriptors):
+            transfer.status = Status.DONE
+        return transfer
+
+    def poll(self, transfer: Transfer) -> Status:
+        """Make bounded progress and return the status."""
+        if transfer.status is not Status.PENDING:
+            return transfer.status
+        if self._closed:
+            return transfer.fail(self._closed_error())
+        return self._advance(transfer)
+
+    def cancel(self, transfer: Transfer) -> Status:
+        """Stop at once: bytes move only inside ``poll``."""
+        return transfer.cancel()
+
+    def close(self) -> bool:
+        """Refuse all later calls."""
+        self._closed = True
+        return True
+
+    def _readable(self, end_point: msgspec.Struct) -> bytes:
+        """Return an end point as bytes, which this side has read as a peer reads them."""
+        name, encoded = self.capabilities.name, msgspec.msgpack.encode(end_point)
+        try:
+            decode_end_point(encoded, type(end_point), name)
+        except TransportError as error:
+            raise TransportError(
+                Reason.UNSUPPORTED,
+                f"no other engine could reach this memory over {name}: {error.message}",
+                'Set another "transport", or run the engine with fewer regions of memory.',
+            ) from error
+        return encoded
+
+    def _cannot_move(self, region: Region) -> TransportError:
+        """Return the error of memory that this transport does not move."""
+        if self.capabilities.moves_device_memory:
+            found = (
+                f"{self.capabilities.name} moves memory of the host and of CUDA devices; region {region} is neither."
+            )
+            remedy = "Run the engine on a CUDA device or on the CPU."
+        else:
+            found = (
+                f"{self.capabilities.name} moves host memory only, since the processor makes its copies; region "
+                f"{region} is memory of a device."
+            )
+            remedy = f'Set "transport" to "auto" or "nixl" on both engines. {install_nixl()}'
+        return TransportError(Reason.UNSUPPORTED, found, remedy)
+
+    def _make_reachable(self, regions: Sequence[Region]) -> None:
+        """Prepare new memory for peers; most transports need nothing. Raises ``TransportError``."""
+        return
+
+    @abstractmethod
+    def _end_point(self) -> msgspec.Struct:
+        """Return what a peer needs to reach all registered memory."""
+
+    @abstractmethod
+    def _queue(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        """Return a pending transfer of checked descriptors; the caller may change the array afterwards."""
+
+    @abstractmethod
+    def _advance(self, transfer: Transfer) -> Status:
+        """Make bounded progress on a pending transfer and return its status."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._closed_error()
+
+    def _closed_error(self) -> TransportError:
+        return TransportError(Reason.CLOSED, f"this {self.capabilities.name} transport is closed.", "Open another.")
+
+
+def _check_shape(descriptors: Addresses) -> None:
+    if descriptors.ndim != 2 or descriptors.shape[1] != 3 or descriptors.dtype != np.uint64:
+        raise TransportError(
+            Reason.INVALID_REQUEST,
+            f"descriptors must be a uint64 array of shape (n, 3), not {descriptors.dtype} {descriptors.shape}.",
+            "Submit the descriptors of a plan's lower().",
+        )
+    if len(descriptors) > MAX_DESCRIPTORS:
+        raise TransportError(
+            Reason.INVALID_REQUEST,
+            f"the submission has {len(descriptors)} descriptors; the limit is {MAX_DESCRIPTORS}.",
+            "Split the list.",
+        )
+    if len(descriptors) and not descriptors[:, 2].all():
+        first = int(np.argmin(descriptors[:, 2] != 0))
+        raise TransportError(Reason.INVALID_REQUEST, f"descriptor {first} has length 0.", "Leave it out.")
+
+
+def _check_inside(side: str, table: RegionTable, addresses: Addresses, lengths: Addresses) -> None:
+    outside = table.outside(addresses, lengths)
+    if len(outside):
+        first = int(outside[0])
+        raise TransportError(
+            Reason.UNREGISTERED_RANGE,
+            f"{len(outside)} of {len(addresses)} descriptors lie outside the {side} registered memory; the first is "
+            f"descriptor {first}: {int(lengths[first])} bytes at {int(addresses[first]):#x}.",
+            f"Registered {side} memory: {_describe(table)}.",
+        )
+
+
+def _describe(table: RegionTable) -> str:
+    spans = [f"[{r.base_address:#x}, {r.base_address + r.length:#x})" for r in table.regions[:4]]
+    more = f" and {len(table.regions) - 4} more" if len(table.regions) > 4 else ""
+    return (", ".join(spans) or "nothing") + more

@@ -13,7 +13,7 @@ from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError, 
 from kvferry.layout.shard import Region
 from kvferry.peer_log import PeerLog
 from kvferry.transport.network import Network, ucx_devices
-from kvferry.transport.protocol import Peer, Status, Transfer, Transport
+from kvferry.transport.protocol import Peer, Status, Transfer, Transport, install_nixl
 
 logger = PeerLog(logging.getLogger(__name__))
 
@@ -319,7 +319,6 @@ def check_installed(name: str) -> None:
     if name not in ("nixl", "mooncake") or importlib.util.find_spec(name) is not None:
         return
     from kvferry.transport.mooncake import install_mooncake
-    from kvferry.transport.registered_memory import install_nixl
 
     problem = f"the package {name} is needed and is not installed."
     raise TransportError(Reason.MISSING_DEPENDENCY, problem, install_nixl() if name == "nixl" else install_mooncake())

@@ -18,8 +18,7 @@ import numpy as np
 from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import HOST_DEVICE
-from kvferry.transport.protocol import Direction, Peer, Status, Transfer
-from kvferry.transport.registered_memory import RegisteredMemoryTransport, Sides
+from kvferry.transport.protocol import Direction, Peer, RegisteredMemoryTransport, Sides, Status, Transfer
 
 
 @dataclass(slots=True, eq=False)

@@ -4,28 +4,36 @@ A router asks ``GET /query`` once, at its start, reads ``{"0": {"engine_id": ...
 address it asked, to decode engines, which ask the same address for the offer. The engine id includes the epoch. A
 router may remember the id of an earlier epoch, so a decode engine takes the engine that answers at the address now:
 the transfer id and the prompt's digest show whether that engine has the prompt.
+
+A query is one HTTP request with bounds (:func:`exchange`): a whole answer within a time, of at most so many bytes,
+however slowly bytes come. No proxy of the environment is used and no redirect followed: engines and whoever checks them
+know each other.
 """
 
 import errno
+import http.client
+import io
 import json
 import logging
 import re
 import socket
+import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from http import HTTPStatus
+from http.client import HTTPException, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.handshake import Versions, agree
 from kvferry.handoff.messages import Bounded, EndPoint, Identifier, Unsigned
-from kvferry.handoff.wire.background import BackgroundCalls
-from kvferry.handoff.wire.http import FAILURES, HttpRequest, UntilDeadline, exchange
+from kvferry.handoff.wire.client import BackgroundCalls
 from kvferry.handoff.wire.trust import SIGNATURE_PATTERN, THIS_MACHINE, Keys, Trust, bare, is_ipv6, parse_place
 from kvferry.peer_log import PeerLog
 
@@ -44,8 +52,113 @@ MAX_CONNECTIONS = 64
 MAX_QUERY_BYTES = 1 << 14
 """Of a query with its headers; Python's reader alone would take 6 MB."""
 BACKLOG = 1024
+MAX_HEADER_BYTES = 1 << 16
+FAILURES = (OSError, ValueError, HTTPException)
+"""What :func:`exchange` raises where no whole answer comes, ``TimeoutError`` among them."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _ADDRESS = re.compile(r"http://([^/?#@]+)/?")
+
+
+class HttpRequest(NamedTuple):
+    """A request to ``host:port``; with ``tls`` over TLS, by the certificates that this machine trusts."""
+
+    host: str
+    port: int
+    path: str
+    method: str = "GET"
+    headers: Mapping[str, str] = {}
+    body: bytes = b""
+    tls: bool = False
+
+    def encode(self) -> bytes:
+        """Return the request as it is sent. Raises ``ValueError`` where a value would begin another line."""
+        fixed = {"Host": f"{self.host}:{self.port}", "Connection": "close"}
+        if self.body:
+            fixed["Content-Length"] = str(len(self.body))
+        lines = [f"{self.method} {self.path} HTTP/1.1", *(f"{k}: {v}" for k, v in {**fixed, **self.headers}.items())]
+        if any(not line.isprintable() or not line.isascii() for line in lines):
+            raise ValueError("a line of the request has a character that HTTP does not allow")
+        return "\r\n".join([*lines, "", ""]).encode() + self.body
+
+
+class HttpAnswer(NamedTuple):
+    """The status and the body of an answer. A body that ``is_cut`` was longer than allowed."""
+
+    status: int
+    body: bytes
+    is_cut: bool
+
+
+def exchange(request: HttpRequest, addresses: Sequence[str], seconds: float, most_bytes: int) -> HttpAnswer:
+    """Send a request to the first of a host's addresses that accepts a connection. Raises :data:`FAILURES`."""
+    deadline = time.monotonic() + seconds
+    try:
+        with closing(_connected(addresses, request, deadline)) as connected:
+            connected.settimeout(_remaining(deadline))
+            connected.sendall(request.encode())
+            reader = UntilDeadline(connected, deadline, 2 * most_bytes + MAX_HEADER_BYTES)
+            # The response only calls ``makefile``.
+            response = HTTPResponse(reader, method=request.method)  # type: ignore[arg-type]
+            response.begin()
+            body = response.read(most_bytes + 1)
+            if response.length and len(body) <= most_bytes:
+                raise http.client.IncompleteRead(body, response.length)
+            return HttpAnswer(response.status, body[:most_bytes], len(body) > most_bytes)
+    except TimeoutError as error:
+        raise TimeoutError(f"no whole answer within {seconds:g} s") from error
+
+
+class UntilDeadline(io.RawIOBase):
+    """Reads at most ``most_bytes`` from a socket until a deadline.
+
+    The timeout of a socket begins anew with every byte that comes. After the last byte that may be read comes the end.
+    """
+
+    def __init__(self, connected: socket.socket, deadline: float, most_bytes: int) -> None:
+        self._socket, self._deadline = connected, deadline
+        self._num_left = most_bytes
+
+    def makefile(self, mode: str = "rb") -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._socket.settimeout(_remaining(self._deadline))
+        num_read = self._socket.recv_into(buffer, min(len(buffer), self._num_left)) if self._num_left else 0
+        self._num_left -= num_read
+        return num_read
+
+
+def _connected(addresses: Sequence[str], request: HttpRequest, deadline: float) -> socket.socket:
+    """Return a connection to the first address that accepts one. Raises ``OSError``."""
+    refused = OSError("the name has no address")
+    for turn, address in enumerate(addresses):
+        timeout = _remaining(deadline) / (len(addresses) - turn)
+        try:
+            connected = socket.create_connection((address, request.port), timeout)
+        except OSError as error:
+            refused = error
+            continue
+        return _in_tls(connected, request.host) if request.tls else connected
+    raise refused
+
+
+def _in_tls(connected: socket.socket, host: str) -> socket.socket:
+    try:
+        return ssl.create_default_context().wrap_socket(connected, server_hostname=host.strip("[]"))
+    except BaseException:
+        connected.close()
+        raise
+
+
+def _remaining(deadline: float) -> float:
+    """Return the seconds until the deadline. Raises ``TimeoutError`` once it has passed."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline has passed")
+    return left
 
 
 class Offer(msgspec.Struct, frozen=True):

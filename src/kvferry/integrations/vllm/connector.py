@@ -1,8 +1,12 @@
-"""``KVFerryConnector``: the class that vLLM builds, once in the scheduler and once in every worker."""
+"""What vLLM builds, once in the scheduler and once in every worker: ``KVFerryConnector``, and what both connectors do.
+
+``KVFerryOffloadConnector`` is in :mod:`kvferry.integrations.vllm.offload_connector`.
+"""
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -16,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.connector_configs import check_engine_id
-from kvferry.integrations.vllm.engine_core import RankMonitor
+from kvferry.integrations.vllm.engine_core import IdleSteps, RankMonitor
 from kvferry.integrations.vllm.plugin import (
     check_and_record_configurations,
     check_layout,
@@ -25,13 +29,13 @@ from kvferry.integrations.vllm.plugin import (
     widen_cpu_attention,
 )
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
-from kvferry.integrations.vllm.scheduler.waits import IdleSteps
 from kvferry.integrations.vllm.settings import parse_settings
 from kvferry.integrations.vllm.step import RankMetadata, StepMetadata
 from kvferry.integrations.vllm.translate import check_supported, decode_rank_entry, resolved_layout
 from kvferry.integrations.vllm.versions import cache_hit_source, check_version, report_version
-from kvferry.integrations.vllm.worker.records import PrometheusMetrics, Statistics
+from kvferry.integrations.vllm.worker.records import ObservationMetrics, PrometheusMetrics
 from kvferry.integrations.vllm.worker.role import WorkerRole
+from kvferry.layout.named_layouts import NamedLayout
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +50,12 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvferry.integrations.vllm.offload_step import OffloadStep
+    from kvferry.integrations.vllm.scheduler.offload import OffloadScheduler
+    from kvferry.integrations.vllm.worker.offload import OffloadWorker
+
 check_version()
-# For a vLLM that finds this class by kv_connector_module_path and loads no plugin. The call is then in time only where
+# For a vLLM that finds a connector by kv_connector_module_path and loads no plugin. The call is then in time only where
 # the worker shares the engine's process: a worker process has named its layouts, LBHNC alone, before this import.
 widen_cpu_attention()
 check_and_record_configurations()
@@ -57,44 +65,35 @@ report_version()
 _COMPLETE = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
-class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
-    """Moves KV caches between vLLM engines; all work is in the two roles."""
+def checked_layout(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> NamedLayout:
+    """Return the layout of an engine's caches. Raises for caches and layouts that kvferry cannot move."""
+    check_supported(kv_cache_config)
+    layout = resolved_layout(vllm_config)
+    check_layout(vllm_config, layout)
+    return layout
 
-    _cache_hit_source = cache_hit_source("P2P")
+
+class RoleConnector(KVConnectorBase_V1, SupportsHMA):
+    """What both connectors do; all work is in the two roles, of which this process has one.
+
+    A subclass makes the role: ``_side``, which is ``_scheduler`` or ``_worker``. In the scheduler it watches the ranks.
+    """
+
+    METRICS: ClassVar[type[ObservationMetrics]]
+
+    _scheduler: "SchedulerRole | OffloadScheduler"
+    _worker: "WorkerRole | OffloadWorker"
+    _side: "SchedulerRole | OffloadScheduler | WorkerRole | OffloadWorker"
+    _ranks: RankMonitor | None = None
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
-        check_supported(kv_cache_config)
-        check_layout(vllm_config, resolved_layout(vllm_config))
-        engine_id = self._kv_transfer_config.engine_id
-        assert engine_id is not None
-        check_engine_id(engine_id, settings)
-        self._scheduler_role: SchedulerRole | None = None
-        self._worker_role: WorkerRole | None = None
-        self._ranks: RankMonitor | None = None
         self._idle_steps = IdleSteps()
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler_role = SchedulerRole(vllm_config, kv_cache_config, engine_id, settings)
-            self._ranks = RankMonitor.of_this_process()
-        else:
-            self._worker_role = WorkerRole(vllm_config, kv_cache_config, settings)
 
     @property
-    def _scheduler(self) -> SchedulerRole:
-        assert self._scheduler_role is not None
-        return self._scheduler_role
-
-    @property
-    def _worker(self) -> WorkerRole:
-        assert self._worker_role is not None
-        return self._worker_role
-
-    @property
-    def _orders(self) -> StepMetadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata)
-        return metadata
+    @abstractmethod
+    def _orders(self) -> "StepMetadata | OffloadStep":
+        """What the scheduler has ordered for this step."""
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
@@ -103,7 +102,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats | None":
-        return Statistics(data=data) if data is not None else Statistics()
+        return cls.METRICS.OBSERVATIONS(data)
 
     @classmethod
     def build_prom_metrics(
@@ -113,11 +112,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> "KVConnectorPromMetrics | None":
-        return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return cls.METRICS(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
-        # Peers may write into the memory that sleep takes away. Before 0.33 vLLM does not ask.
+        # Sleep takes away memory that is registered, and into which peers may write. Before 0.33 vLLM does not ask.
         return False
 
     # In the scheduler.
@@ -127,10 +126,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
-
-    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        # vLLM clears new blocks of the other groups, where needed, at the start of the step that starts the load.
-        return self._scheduler.groups_filled_whole(request)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
@@ -144,11 +139,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    def request_finished_all_groups(
-        self, request: "Request", block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, block_ids, request.status in _COMPLETE)
-
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         self._scheduler.bind_block_pool(gpu_block_pool)
 
@@ -156,7 +146,74 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.reset_cache()
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler_role is not None and self._scheduler_role.has_pending_work()
+        return self.role is KVConnectorRole.SCHEDULER and self._scheduler.has_pending_work()
+
+    # In a worker.
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        self._worker.register_kv_caches(kv_caches)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: the engine runs a request only after its whole load has been reported."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._orders.wait_seconds:
+            time.sleep(self._orders.wait_seconds)
+        received, failed = self._worker.take_finished(self._idle_steps.wait(computes=self._orders.computes))
+        if received:
+            self._idle_steps.reset()
+        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
+
+    # In both.
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        # In the scheduler it is the end of a step.
+        return self._side.take_statistics()
+
+    def shutdown(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+        self._side.shutdown()
+
+
+class KVFerryConnector(RoleConnector):
+    """Moves KV caches between vLLM engines."""
+
+    METRICS = PrometheusMetrics
+
+    _cache_hit_source = cache_hit_source("P2P")
+    _scheduler: SchedulerRole
+    _worker: WorkerRole
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config)
+        checked_layout(vllm_config, kv_cache_config)
+        engine_id = self._kv_transfer_config.engine_id
+        assert engine_id is not None
+        check_engine_id(engine_id, settings)
+        if role is KVConnectorRole.SCHEDULER:
+            self._side = self._scheduler = SchedulerRole(vllm_config, kv_cache_config, engine_id, settings)
+            self._ranks = RankMonitor.of_this_process()
+        else:
+            self._side = self._worker = WorkerRole(vllm_config, kv_cache_config, settings)
+
+    @property
+    def _orders(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata
+
+    # In the scheduler.
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        # vLLM clears new blocks of the other groups, where needed, at the start of the step that starts the load.
+        return self._scheduler.groups_filled_whole(request)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduler.request_finished(request, block_ids, request.status in _COMPLETE)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -166,9 +223,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.publish([decode_rank_entry(rank.entry) for rank in ranks])
 
     # In a worker.
-
-    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._worker.get_handshake_metadata()
@@ -184,9 +238,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         self._worker.end_loads(self._orders)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: the engine runs a request only after its whole load has been committed."""
-
     def save_kv_layer(
         self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: "AttentionMetadata", **kwargs: Any
     ) -> None:
@@ -201,24 +252,5 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if sys.exc_info()[0] is None:
             self._worker.finish_step()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        if self._orders.wait_seconds:
-            time.sleep(self._orders.wait_seconds)
-        received, failed = self._worker.take_finished(self._idle_steps.wait(computes=self._orders.computes))
-        if received:
-            self._idle_steps.reset()
-        return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
-
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return None if self._worker_role is None else self._worker_role.take_failed_turns()
-
-    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        role = self._worker_role or self._scheduler_role
-        return None if role is None else role.take_statistics()
-
-    def shutdown(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
-        for role in (self._scheduler_role, self._worker_role):
-            if role is not None:
-                role.shutdown()
+        return self._worker.take_failed_turns()

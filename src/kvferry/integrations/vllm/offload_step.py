@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from kvferry.errors import Reason
 from kvferry.execution.executor import JobResult
 from kvferry.integrations.vllm.worker.records import BYTES, SECONDS, Metric, ObservationMetrics, Observations
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 from kvferry.tiers.slab_memory import SlabHandle
 
 

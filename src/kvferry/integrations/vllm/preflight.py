@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.errors import KVFerryError, TierError, did_you_mean, raise_all
 from kvferry.execution.executor import check_cores
-from kvferry.handoff.wire.background import within
+from kvferry.handoff.wire.client import within
 from kvferry.handoff.wire.server import check_port, check_ports
 from kvferry.integrations.vllm.connector_configs import (
     CONNECTOR,

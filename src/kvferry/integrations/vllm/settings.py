@@ -19,6 +19,7 @@ from kvferry.errors import (
     nearest,
     raise_all,
 )
+from kvferry.execution.digests import Integrity
 from kvferry.handoff.messages import MAX_IDENTIFIER_LENGTH, Identifier, as_peers_read
 from kvferry.handoff.wire.trust import (
     EVERY_INTERFACE,
@@ -32,7 +33,6 @@ from kvferry.handoff.wire.trust import (
     is_wildcard,
     parse_place,
 )
-from kvferry.plan.digest_cells import Integrity
 from kvferry.transport.network import THIS_HOST
 from kvferry.transport.registry import FACTORIES
 from kvferry.transport.registry import check_setting as check_transport

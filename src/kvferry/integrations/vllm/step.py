@@ -12,7 +12,7 @@ from kvferry.errors import KVFerryError
 from kvferry.handoff.messages import EndPoint, Identity
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.source import Prompt
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 
 MAX_HELD_REQUESTS = 16384
 """At most so many prompts that are no transfers are held at a time."""

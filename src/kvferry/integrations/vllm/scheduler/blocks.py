@@ -25,8 +25,7 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.source import BlockList
 from kvferry.layout.shard import CacheKind
 from kvferry.peer_log import PeerLog
-from kvferry.plan.match import SAME_LAYERS
-from kvferry.plan.request import GroupBlocks, first_token_to_move
+from kvferry.plan.match import SAME_LAYERS, GroupBlocks, first_token_to_move
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.adapters import Adapters, hear_of_loads
-from kvferry.integrations.vllm.engine_core import Engine
+from kvferry.integrations.vllm.engine_core import Engine, Looks, StepWaits
 from kvferry.integrations.vllm.offload_names import BlockNames, engine_facts
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import HOST_MEMORY, OffloadStatistics, OffloadStep, RankReport
@@ -24,7 +24,6 @@ from kvferry.integrations.vllm.scheduler.offload_loads import Loads, OffloadRequ
 from kvferry.integrations.vllm.scheduler.offload_stores import ReadBlockIds, Stores
 from kvferry.integrations.vllm.scheduler.offload_tiers import Start, StartState, Tiers, check_settings, open_tiers
 from kvferry.integrations.vllm.scheduler.stored_blocks import RequestBlocks, check_window_interval, stored_groups
-from kvferry.integrations.vllm.scheduler.waits import Looks, StepWaits
 from kvferry.integrations.vllm.translate import group_shapes, refuse
 from kvferry.integrations.vllm.versions import check_block_hashes, tokens_per_hash
 from kvferry.layout.shard import CacheKind

@@ -39,7 +39,7 @@ from kvferry.handoff.messages import (
 from kvferry.handoff.remote_holds import LeaseKeeper
 from kvferry.handoff.wire.server import Server
 from kvferry.integrations.vllm.adapters import hear_of_loads
-from kvferry.integrations.vllm.engine_core import Engine, end_former_epoch
+from kvferry.integrations.vllm.engine_core import LOOK_MOST_SECONDS, Engine, StepWaits, end_former_epoch
 from kvferry.integrations.vllm.identity import identity_of
 from kvferry.integrations.vllm.scheduler.blocks import (
     Quarantine,
@@ -50,7 +50,6 @@ from kvferry.integrations.vllm.scheduler.blocks import (
 from kvferry.integrations.vllm.scheduler.destination import Destination
 from kvferry.integrations.vllm.scheduler.params import EngineState, PromptAdapters, leave_last_token
 from kvferry.integrations.vllm.scheduler.source import HeldAnswers, Source, written_untold
-from kvferry.integrations.vllm.scheduler.waits import LOOK_MOST_SECONDS, StepWaits
 from kvferry.integrations.vllm.settings import Settings, control_port, trust_of
 from kvferry.integrations.vllm.step import (
     MAX_HELD_REQUESTS,

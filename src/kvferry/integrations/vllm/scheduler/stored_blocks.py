@@ -16,7 +16,7 @@ from kvferry.integrations.vllm.offload_names import BlockNames
 from kvferry.integrations.vllm.scheduler.blocks import NULL_BLOCK_ID, GroupShape
 from kvferry.integrations.vllm.translate import UNEXPECTED
 from kvferry.layout.shard import CacheKind
-from kvferry.plan.request import GroupBlocks
+from kvferry.plan.match import GroupBlocks
 from kvferry.tiers.protocol import BlockKey
 
 

@@ -18,7 +18,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_paral
 from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.destination import Announcement, Announcer, Compares, SourceEngines, SourceRank
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
-from kvferry.execution.digests import comparable
+from kvferry.execution.digests import Integrity, comparable
 from kvferry.execution.executor import Executor, JobResult, cores_that_do_not_compute
 from kvferry.execution.peers import OwnRank
 from kvferry.execution.source import Writer
@@ -55,10 +55,9 @@ from kvferry.integrations.vllm.worker.caches import register_caches
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.shard import CacheKind, Shard, encode_shard
 from kvferry.peer_log import PeerLog
-from kvferry.plan.digest_cells import Integrity
 from kvferry.plan.planner import LayerSpans
-from kvferry.transport.end_points import own_identity
 from kvferry.transport.network import Network
+from kvferry.transport.protocol import own_identity
 from kvferry.transport.registry import open_transports
 
 if TYPE_CHECKING:
