@@ -55,16 +55,6 @@ def about(meaning: str, **more: str | tuple[str, ...]) -> msgspec.Meta:
     return msgspec.Meta(description=meaning, extra=more)
 
 
-TransferCores = Annotated[
-    tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
-    about(
-        "Numbers of the cores of the transfer thread and of the threads that copy beside it; by default those on "
-        "which the rank does not compute.",
-        unset="chosen",
-    ),
-]
-
-
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings with their defaults; ``kvferry settings`` prints what is written here, and docs/settings.md has it.
 
@@ -194,7 +184,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             page="decisions/integrity.md",
         ),
     ] = "auto"
-    transfer_cores: TransferCores = ()
     transfer_log: Annotated[
         str,
         about(
@@ -368,8 +357,8 @@ _NAMED_FIRST = re.compile(r"(?:Object missing required field `|.* - at `\$\.)(\w
 def _name_of(error: msgspec.ValidationError) -> str:
     """Return the setting that an error is about.
 
-    >>> _name_of(msgspec.ValidationError("Expected `int` >= 0 - at `$.transfer_cores[0]`"))
-    'transfer_cores'
+    >>> _name_of(msgspec.ValidationError("Expected `str` - at `$.allowed_hosts[0]`"))
+    'allowed_hosts'
     """
     found = _NAMED_FIRST.match(str(error))
     assert found is not None, str(error)

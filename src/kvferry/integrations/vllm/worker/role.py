@@ -291,14 +291,13 @@ class WorkerRole:
         settings, transfer = self._settings, self._vllm_config.kv_transfer_config
         assert transfer is not None, "a connector without its configuration"
         name, identity = f"{transfer.engine_id}/{self._index}", identity_of(self._vllm_config, settings)
-        cores = set(settings.transfer_cores) or cores_that_do_not_compute()
         return Rank(
             name=name,
             shard=encode_shard(shard),
             identity=identity,
             end_points=end_points,
             transports=self._transports,
-            executor=Executor(cores, self._order, self._report_still_writing),
+            executor=Executor(cores_that_do_not_compute(), self._order, self._report_still_writing),
             order=self._order,
             source_engines=SourceEngines(
                 shard,
