@@ -126,9 +126,7 @@ def test_no_port_of_an_engine_is_one_that_its_ranks_may_take_first() -> None:
 
 
 def test_every_engine_may_have_the_ports_of_ranks_and_of_concurrent_routers() -> None:
-    assert (
-        parse_settings({"rank_ports": "5700-5799", "bootstrap_port": 8998, "fence_seconds": 10}).bootstrap_port == 8998
-    )
+    assert parse_settings({"rank_ports": "5700-5799", "bootstrap_port": 8998}).bootstrap_port == 8998
     assert parse_settings({"router_address": "a:1", "http_address": "b:1"}).router_address == "a:1"
 
 
@@ -167,9 +165,14 @@ def test_a_handshake_ends_before_the_load_that_waits_for_it() -> None:
     assert parse_settings({"load_timeout_seconds": 600}).handshake_timeout_seconds == 15
 
 
+def test_a_fence_comes_half_of_a_loads_time_after_its_failure() -> None:
+    assert parse_settings({}).fence_seconds == 60
+    assert parse_settings({"load_timeout_seconds": 30}).fence_seconds == 15
+
+
 def test_a_load_waits_as_long_behind_every_router() -> None:
     assert parse_settings({}).load_timeout_seconds == 120
-    for former in ("mode", "held_prompts", "strategy"):
+    for former in ("mode", "held_prompts", "strategy", "transfer_cores", "fence_seconds"):
         with pytest.raises(SettingsError) as refusal:
             parse_settings({former: "auto"})
         assert refusal.value.reason is Reason.UNKNOWN_SETTING

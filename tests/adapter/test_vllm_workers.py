@@ -509,7 +509,7 @@ def test_writes_that_failed_are_counted_by_reason(workers: Workers, monkeypatch:
     assert role.take_statistics().data["failed_writes"] == {"peer-died": 1}
 
 
-def test_a_rank_names_its_process_and_fences_after_the_time_that_is_set(workers: Workers) -> None:
+def test_a_rank_names_its_process_and_fences_after_half_of_a_loads_time(workers: Workers) -> None:
     entry = decode_rank_entry(workers.senders[0].get_handshake_metadata().entry)
     assert entry.process == own_identity()
     assert workers.receiver._destination.announcer.fence_seconds == Settings().fence_seconds == 60.0

@@ -109,7 +109,7 @@ def test_a_write_that_cannot_be_stopped_yet(frames: Frames) -> None:
 
 
 def test_a_load_whose_sources_are_not_quiet(frames: Frames) -> None:
-    load = DestinationLoad("r", "x", {0: "a"}, {0: EndPoint("h", 1, 1)}, deadline=30.0)
+    load = DestinationLoad("r", "x", {0: "a"}, {0: EndPoint("h", 1, 1)}, deadline=30.0, fence_seconds=15.0)
     load.announcing(0)
     frames.error(load.fail)
     assert not load.is_over

@@ -161,19 +161,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Seconds,
         about(
             "How long a load may take, behind concurrent routers with the prompt's computation; some 10 s later the "
-            "request fails even if the prefill engine is stopped.",
+            "request fails even if the prefill engine is stopped, and half of this time after the load's failure a "
+            "fence ends the wait for one on another host.",
             page="decisions/quarantined-blocks.md",
         ),
     ] = 120.0
-    fence_seconds: Annotated[
-        Seconds,
-        about(
-            "How long the blocks of a failed load wait for a prefill engine on another host to confirm that it writes "
-            "no more; then a fence registers the rank's memory anew, and closes it to that engine once its other loads "
-            "are over.",
-            page="decisions/fences.md",
-        ),
-    ] = 60.0
     integrity: Annotated[
         Literal["auto", "off", "sample", "full"],
         about(
@@ -217,6 +209,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def max_hold_seconds(self) -> float:
         """The greatest age of a held prompt, whatever is renewed."""
         return max(10 * self.lease_seconds, self.load_timeout_seconds, self.turn_seconds)
+
+    @property
+    def fence_seconds(self) -> float:
+        """How long the blocks of a failed load wait for a prefill engine on another host to confirm that it writes no
+        more; then a fence keeps it out.
+        """
+        return self.load_timeout_seconds / 2
 
     @property
     def handshake_timeout_seconds(self) -> float:

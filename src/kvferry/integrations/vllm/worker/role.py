@@ -165,7 +165,7 @@ class Destination:
         self._answer_seconds = answer_seconds
         self._num_fences = 0
         self.announcer = end_point.announcer = Announcer(
-            rank, end_point.answers_at, answer_seconds, keeps_events=keeps_events, fence_seconds=fence_seconds
+            rank, end_point.answers_at, answer_seconds, fence_seconds, keeps_events=keeps_events
         )
 
     def take_num_fences(self) -> int:
