@@ -18,10 +18,10 @@ from kvferry.handoff.messages import EndPoint, WriteKey
 from kvferry.handoff.source import END, Need, Prompt, SourceWrites, WriteRequest
 from kvferry.handoff.wire.background import BackgroundCall, BackgroundCalls
 from kvferry.plan.planner import Span
-from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Transfer
 from kvferry.transport.registry import TransportSet
 
+from ..support.null_transport import NullTransport
 from .engines_that_write import SECONDS, Pairs, engines
 
 __all__ = ["engines"]

@@ -40,11 +40,11 @@ from kvferry.layout.shard import Region
 from kvferry.transport import registry
 from kvferry.transport.end_points import ProcessIdentity, own_identity, parse_start_time, read_stat
 from kvferry.transport.network import Network
-from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Capabilities, Direction, Peer, Status, Transfer, Transport
 from kvferry.transport.registry import Connecting, Link, TransportSet
 
 from ..support.faults import FaultPlan, FaultyTransport
+from ..support.null_transport import NullTransport
 from ..waits import wait_until
 from .engines_in_process import EPOCH, HOST, Rank
 from .engines_that_write import (

@@ -41,7 +41,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 class ProcessEndPoint(msgspec.Struct, frozen=True):
     """What another process on this host needs to reach this process's memory."""
 
-    transport: Literal["cma", "memcpy"]
+    transport: Literal["cma"]
     version: Literal[1]
     identity: ProcessIdentity
     regions: RegionList
@@ -49,9 +49,9 @@ class ProcessEndPoint(msgspec.Struct, frozen=True):
     nonce: NonceBytes
 
     @classmethod
-    def own(cls, transport: Literal["cma", "memcpy"], regions: RegionTable, nonce: "Nonce") -> Self:
+    def own(cls, regions: RegionTable, nonce: "Nonce") -> Self:
         """Return the end point of this process."""
-        return cls(transport, 1, own_identity(), pack_regions(regions), nonce.address, nonce.value)
+        return cls("cma", 1, own_identity(), pack_regions(regions), nonce.address, nonce.value)
 
 
 EndPoint = TypeVar("EndPoint", bound=msgspec.Struct)
@@ -67,16 +67,13 @@ def decode_end_point(payload: bytes, kind: type[EndPoint], transport: str) -> En
     try:
         if len(payload) > MAX_END_POINT_BYTES:
             raise msgspec.DecodeError(f"{len(payload)} bytes, more than {MAX_END_POINT_BYTES}")
-        decoded = msgspec.msgpack.decode(payload, type=kind)
-        if getattr(decoded, "transport", transport) != transport:
-            raise msgspec.ValidationError("the end point is for another transport")
+        return msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(
             Reason.MALFORMED_MESSAGE,
             f"this is not a {transport} end point: {error}.",
             "Run the same transport of the same kvferry version in both engines.",
         ) from error
-    return decoded
 
 
 def pack_regions(table: RegionTable) -> RegionList:

@@ -43,9 +43,8 @@ class Status(StrEnum):
 class Capabilities:
     """The abilities of a transport.
 
-    ``same_process_only``: peers are in this process. ``cancel_is_immediate``: ``cancel`` returns ``CANCELLED`` at once;
-    otherwise a cancelled transfer stays ``PENDING`` until no more bytes can land. ``moves_bytes`` is false only for the
-    null transport.
+    ``cancel_is_immediate``: ``cancel`` returns ``CANCELLED`` at once; otherwise a cancelled transfer stays ``PENDING``
+    until no more bytes can land.
 
     ``moves_device_memory``: regions may lie on CUDA devices, by their names in torch, such as ``cuda:0``. Once a
     transfer that landed in such memory is ``DONE``, work that is launched on the device afterwards sees the bytes.
@@ -56,9 +55,7 @@ class Capabilities:
     """
 
     name: str
-    same_process_only: bool = False
     cancel_is_immediate: bool = True
-    moves_bytes: bool = True
     ends_with_process: bool = False
     close_ends_writes: bool = False
     moves_device_memory: bool = False

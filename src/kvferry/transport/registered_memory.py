@@ -113,10 +113,7 @@ class RegisteredMemoryTransport(ABC):
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
         """Check the descriptors and queue them; ``poll`` moves the bytes."""
         self._check_open()
-        _check_shape(descriptors)
-        sides = Sides.of(descriptors, direction)
-        _check_inside("local", self._local, sides.local, sides.lengths)
-        _check_inside("remote", peer.regions, sides.remote, sides.lengths)
+        check_descriptors(descriptors, direction, self._local, peer.regions)
         transfer = self._queue(peer, direction, descriptors)
         if not len(descriptors):
             transfer.status = Status.DONE
@@ -189,6 +186,14 @@ class RegisteredMemoryTransport(ABC):
 
     def _closed_error(self) -> TransportError:
         return TransportError(Reason.CLOSED, f"this {self.capabilities.name} transport is closed.", "Open another.")
+
+
+def check_descriptors(descriptors: Descriptors, direction: Direction, local: RegionTable, remote: RegionTable) -> None:
+    """Raise ``TransportError`` (``INVALID_REQUEST``, ``UNREGISTERED_RANGE``) for what no transport moves."""
+    _check_shape(descriptors)
+    sides = Sides.of(descriptors, direction)
+    _check_inside("local", local, sides.local, sides.lengths)
+    _check_inside("remote", remote, sides.remote, sides.lengths)
 
 
 def _check_shape(descriptors: Addresses) -> None:

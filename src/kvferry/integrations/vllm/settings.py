@@ -84,8 +84,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[
         str,
         about(
-            "`auto` takes `cma` for host memory of one host, where it works, else `nixl`; `memcpy` and `null` are for "
-            "tests.",
+            "`auto` takes `cma` for host memory of one host, where it works, else `nixl`.",
             values=("auto", *FACTORIES),
         ),
     ] = "auto"
