@@ -5,20 +5,15 @@ import os
 import pytest
 
 VARIABLE = "KVFERRY_NO_SKIPS"
-SUITE = "tests/support/transport_suite.py"
 OF_THE_MACHINE = "this machine cannot run it: "
 """A reason that begins so is shown, and the run does not fail: no package is missing, but a privilege or a device."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """With ``KVFERRY_NO_SKIPS`` set, fail and name the tests and modules that were skipped.
-
-    The suite of transports may skip: some of its tests do not fit a transport that moves no bytes.
-    """
+    """With ``KVFERRY_NO_SKIPS`` set, fail and name the tests and modules that were skipped."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    all_skipped = [] if reporter is None else reporter.stats.get("skipped", [])
-    skipped = [report for report in all_skipped if not report.longrepr[0].endswith(SUITE)]
+    skipped = [] if reporter is None else reporter.stats.get("skipped", [])
     if skipped and os.environ.get(VARIABLE):
         for report in skipped:
             reporter.write_line(f"{VARIABLE}: {report.nodeid} was skipped: {report.longrepr[-1]}", red=True)

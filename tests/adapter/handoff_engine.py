@@ -43,7 +43,7 @@ class HandoffEngine(LabelEngine):
 
     def __init__(self, rank: CacheRank, model: Path, engine_id: str, *, layout: str, **given: Any) -> None:
         arguments = {name: given.pop(name) for name in ("asynchronous",) if name in given}
-        extra = {"transport": "memcpy", "lease_seconds": 600.0, **given}
+        extra = {"transport": "cma", "lease_seconds": 600.0, **given}
         policy = {"kv_load_failure_policy": extra.pop("failure_policy", "fail")}
         connector = {"kv_connector": "KVFerryConnector", "kv_connector_extra_config": extra}
         transfer = {**connector, **policy, "engine_id": engine_id}
@@ -91,11 +91,11 @@ class HandoffEngine(LabelEngine):
         transports, destinations = role._transports.transports, role._source.writer.destinations
 
         def connect_by(transport: Any) -> None:
-            transports["memcpy"] = transport
+            transports["cma"] = transport
             for known in destinations.known.values():
                 destinations.connect_anew(known)
 
-        inner = transports["memcpy"]
+        inner = transports["cma"]
         connect_by(FaultyTransport(inner, plan))
         try:
             yield

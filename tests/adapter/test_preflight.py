@@ -95,7 +95,6 @@ def test_each_wrong_setting_of_the_machine_is_one_line(tmp_path: Path, monkeypat
                 "is valid from 2000-01-01 00:00 to 2000-01-02",
                 Reason.INVALID_SETTING,
             ),
-            (CONNECTOR, {"transfer_cores": [1 << 14]}, "cannot run on cores", Reason.INVALID_SETTING),
             (OFFLOAD, {"host_bytes": 1 << 60}, "are available", Reason.TIER_FAILED),
             (OFFLOAD, {**disk, "disk_path": str(file)}, "is there and is no directory", Reason.TIER_FAILED),
             (OFFLOAD, {**disk, "disk_path": f"{file}/below"}, "cannot be made in", Reason.TIER_FAILED),

@@ -31,7 +31,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LabelEng
         ("register_caches", rank.shard),
     ):
         monkeypatch.setattr(worker_role, name, lambda *_, value=value: value)
-    transfer = {"kv_connector": "KVFerryConnector", "kv_connector_extra_config": {"transport": "memcpy"}}
+    transfer = {"kv_connector": "KVFerryConnector", "kv_connector_extra_config": {"transport": "cma"}}
     engine = LabelEngine(rank, write_model(tmp_path / "model"), transfer)
     engine.scheduler.connector._scheduler._engine._core = SimpleNamespace(
         get_weight_version=lambda: "default", collective_rpc=lambda call, _, arguments: call(None, *arguments)

@@ -37,8 +37,8 @@ from kvferry.integrations.vllm.scheduler.params import parse_params, parse_trans
 from kvferry.integrations.vllm.scheduler.router_beacon import encode_zmq_address
 from kvferry.integrations.vllm.settings import Settings, parse_settings
 from kvferry.layout.shard import MAX_GROUPS, Region
-from kvferry.transport.null import NullTransport
 
+from ..support.null_transport import NullTransport
 from .scheduler_requests import FULL
 
 EPOCH = (1 << 53) - 1

@@ -1,6 +1,5 @@
 """Settings of the vLLM connector and its choice of layout, without an engine."""
 
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,6 @@ import pytest
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm.settings import control_port, parse_settings
 from kvferry.layout.named_layouts import NamedLayout
-
-from ..local.engines_in_process import filled_ranks
 
 
 @pytest.mark.parametrize(
@@ -40,7 +37,7 @@ def test_an_unknown_setting_names_the_nearest(wrong: str, nearest: str) -> None:
         {"turn_seconds": -1},
         {"host": ""},
         {"integrity": "most"},
-        {"transfer_cores": [-1]},
+        {"allowed_hosts": [""]},
     ],
 )
 def test_a_setting_out_of_range_is_refused(settings: dict[str, Any]) -> None:
@@ -129,9 +126,7 @@ def test_no_port_of_an_engine_is_one_that_its_ranks_may_take_first() -> None:
 
 
 def test_every_engine_may_have_the_ports_of_ranks_and_of_concurrent_routers() -> None:
-    assert (
-        parse_settings({"rank_ports": "5700-5799", "bootstrap_port": 8998, "fence_seconds": 10}).bootstrap_port == 8998
-    )
+    assert parse_settings({"rank_ports": "5700-5799", "bootstrap_port": 8998}).bootstrap_port == 8998
     assert parse_settings({"router_address": "a:1", "http_address": "b:1"}).router_address == "a:1"
 
 
@@ -170,9 +165,14 @@ def test_a_handshake_ends_before_the_load_that_waits_for_it() -> None:
     assert parse_settings({"load_timeout_seconds": 600}).handshake_timeout_seconds == 15
 
 
+def test_a_fence_comes_half_of_a_loads_time_after_its_failure() -> None:
+    assert parse_settings({}).fence_seconds == 60
+    assert parse_settings({"load_timeout_seconds": 30}).fence_seconds == 15
+
+
 def test_a_load_waits_as_long_behind_every_router() -> None:
     assert parse_settings({}).load_timeout_seconds == 120
-    for former in ("mode", "held_prompts", "strategy"):
+    for former in ("mode", "held_prompts", "strategy", "transfer_cores", "fence_seconds"):
         with pytest.raises(SettingsError) as refusal:
             parse_settings({former: "auto"})
         assert refusal.value.reason is Reason.UNKNOWN_SETTING
@@ -184,7 +184,7 @@ def test_a_load_waits_as_long_behind_every_router() -> None:
         ({"port": "5600"}, "port: a text was given, a whole number is wanted."),
         ({"port": 70000}, "port: a whole number <= 65535 is wanted."),
         ({"integrity": "most"}, "integrity: 'most' is not one of its values."),
-        ({"transfer_cores": [-1]}, "transfer_cores[0]: a whole number >= 0 is wanted."),
+        ({"allowed_hosts": [1]}, "allowed_hosts[0]: a whole number was given, a text is wanted."),
     ],
 )
 def test_a_value_of_another_type_is_told_in_a_users_words(settings: dict[str, Any], told: str) -> None:
@@ -302,18 +302,3 @@ def test_a_hold_ends_at_the_greatest_age(make_role: Any) -> None:
     assert holds.num_holds == 1
     holds.expire(hold.held_at + 50.0)
     assert holds.num_holds == 0
-
-
-def test_the_transfer_thread_of_a_rank_runs_on_the_cores_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("vllm")
-    from .worker_roles import make_worker_role
-
-    core = max(os.sched_getaffinity(0))
-    monkeypatch.setattr("kvferry.integrations.vllm.worker.role.cores_that_do_not_compute", lambda: {-1})
-    role = make_worker_role(
-        monkeypatch, parse_settings({"transport": "memcpy", "transfer_cores": [core]}), filled_ranks(1)[0].shard
-    )
-    try:
-        assert os.sched_getaffinity(role._rank.executor._thread.native_id) == {core}
-    finally:
-        role.shutdown()

@@ -226,7 +226,7 @@ class CountedRank:
     """A worker's role with an executor, without an engine; its loads fail as the test says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.role = make_worker_role(monkeypatch, Settings(transport="memcpy"))
+        self.role = make_worker_role(monkeypatch, Settings(transport="cma"))
         self.executor = Executor()
         self.role._rank = SimpleNamespace(executor=self.executor, client=SimpleNamespace(close=lambda: None))
         self.role._account = lambda result: None

@@ -508,7 +508,7 @@ def test_writes_that_failed_are_counted_by_reason(workers: Workers, monkeypatch:
     assert role.take_statistics().data["failed_writes"] == {"peer-died": 1}
 
 
-def test_a_rank_names_its_process_and_fences_after_the_time_that_is_set(workers: Workers) -> None:
+def test_a_rank_names_its_process_and_fences_after_half_of_a_loads_time(workers: Workers) -> None:
     entry = decode_rank_entry(workers.senders[0].get_handshake_metadata().entry)
     assert entry.process == own_identity()
     assert workers.receiver._destination.announcer.fence_seconds == Settings().fence_seconds == 60.0
@@ -524,15 +524,15 @@ def test_a_rank_of_a_later_stage_names_its_stage_and_its_place_in_it(monkeypatch
     role.shutdown()
 
 
-def test_the_transfer_thread_runs_on_the_cores_that_are_set_and_reports_to_its_rank(
+def test_the_transfer_thread_runs_on_the_cores_that_do_not_compute_and_reports_to_its_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine keeps the blocks of the transfers that the thread reports as still writing."""
-    core = min(os.sched_getaffinity(0))
-    settings = Settings(transport="cma", transfer_cores=(core,))
-    role = make_worker_role(monkeypatch, settings, Rank(0, 1).shard)
+    core = max(os.sched_getaffinity(0))
+    free = {"cores_that_do_not_compute": {core}}
+    role = make_worker_role(monkeypatch, Settings(transport="cma"), Rank(0, 1).shard, **free)
     executor = role._rank.executor
-    assert executor._cores == {core}
+    assert os.sched_getaffinity(executor._thread.native_id) == {core}
     assert executor._report_still_writing == role._report_still_writing
     role.shutdown()
 

@@ -23,7 +23,7 @@ from .untouchable import DEVICE, DeviceMemory
 def install(patch: pytest.MonkeyPatch) -> None:
     """Put the stand-ins in their places, and caches of tests on the device. Every transport by name is NIXL."""
     patch.setattr(nixl, "_import_bindings", lambda: standin_nixl)
-    for name in ("nixl", "cma", "memcpy"):
+    for name in ("nixl", "cma"):
         patch.setitem(registry.FACTORIES, name, FACTORY)
     patch.setattr(memory, "allocate", allocate)
     for module in (device_gather, digests, trial):

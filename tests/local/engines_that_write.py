@@ -36,6 +36,7 @@ from . import cache_memory
 from .engines_in_process import BLOCK_SIZE, EPOCH, HOST, IDENTITY, LAYERS, Rank, filled_ranks, whole_blocks
 
 SECONDS = 20.0
+FENCE_SECONDS = 60.0
 TRANSFER, HELD = Handle("x", 0), Handle("x", 0x2B)
 """The handles of a router's transfer and of a hold of the prefill engine."""
 
@@ -197,14 +198,14 @@ class ReceivingRank(Parts):
         rank: Any,
         engine_id: str = "d",
         transport: str = "cma",
-        fence_seconds: float = destination.FENCE_SECONDS,
+        fence_seconds: float = FENCE_SECONDS,
         compares: Compares = NOTHING_COMPARED,
     ) -> None:
         super().__init__(rank, transport=transport)
         self.engines = SourceEngines(rank.shard, IDENTITY, engine_id, SECONDS, compares=compares)
         name = f"{engine_id}/{rank.shard.tp_rank}"
         self.answerer = self.announcer = Announcer(
-            self.own(name), self.answers_at, SECONDS, keeps_events=True, fence_seconds=fence_seconds
+            self.own(name), self.answers_at, SECONDS, fence_seconds, keeps_events=True
         )
 
     def receive(
@@ -262,7 +263,7 @@ class Pairs:
         layout: NamedLayout = NamedLayout.BHLNC,
         transport: str = "cma",
         process: ProcessIdentity | None = None,
-        fence_seconds: float = destination.FENCE_SECONDS,
+        fence_seconds: float = FENCE_SECONDS,
         kept: Integrity = Integrity.OFF,
         compares: Compares = NOTHING_COMPARED,
         target_layout: NamedLayout | None = None,

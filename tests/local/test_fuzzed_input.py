@@ -203,7 +203,7 @@ def test_ranks_that_push_survive_well_formed_messages_with_random_fields() -> No
             "prompt",
             "full",
             "cma",
-            "null",
+            "nixl",
             HOST,
             rank.epoch,
             receiver.epoch,

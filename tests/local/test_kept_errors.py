@@ -18,10 +18,10 @@ from kvferry.handoff.messages import EndPoint, WriteKey
 from kvferry.handoff.source import END, Need, Prompt, SourceWrites, WriteRequest
 from kvferry.handoff.wire.client import BackgroundCall, BackgroundCalls
 from kvferry.plan.planner import Span
-from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import Transfer
 from kvferry.transport.registry import TransportSet
 
+from ..support.null_transport import NullTransport
 from .engines_that_write import SECONDS, Pairs, engines
 
 __all__ = ["engines"]
@@ -109,7 +109,7 @@ def test_a_write_that_cannot_be_stopped_yet(frames: Frames) -> None:
 
 
 def test_a_load_whose_sources_are_not_quiet(frames: Frames) -> None:
-    load = DestinationLoad("r", "x", {0: "a"}, {0: EndPoint("h", 1, 1)}, deadline=30.0)
+    load = DestinationLoad("r", "x", {0: "a"}, {0: EndPoint("h", 1, 1)}, deadline=30.0, fence_seconds=15.0)
     load.announcing(0)
     frames.error(load.fail)
     assert not load.is_over

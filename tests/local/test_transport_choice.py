@@ -11,13 +11,13 @@ import pytest
 from kvferry.arrays import Descriptors
 from kvferry.errors import Reason, SettingsError, TransportError
 from kvferry.layout.shard import Region
-from kvferry.transport.memcpy import MemcpyTransport
-from kvferry.transport.null import NullTransport
+from kvferry.transport.cma import CmaTransport
 from kvferry.transport.probe import probe, probe_all
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport, reach
 from kvferry.transport.registry import AUTO, TransportSet, open_transports
 
 from ..support.faults import FaultPlan, FaultyTransport, SwapRanges, ZeroRange
+from ..support.null_transport import NullTransport
 from ..support.transport_peer import pattern
 from ..support.transport_suite import Pair, TransportSuite, many_offsets, open_pair
 
@@ -169,15 +169,15 @@ def test_probes_say_what_works() -> None:
 
 
 def test_a_probe_says_why_not() -> None:
-    result = probe("memcpy", "kvferry.transport.memcpy:MemcpyTransport")
+    result = probe("null", "tests.support.null_transport:NullTransport")
     assert not result.works
-    assert "stays inside process" in result.reason
-    assert "cma" in result.remedy
+    assert "bytes differ" in result.reason
+    assert "another transport" in result.remedy
 
 
 @pytest.fixture
 def remote_memory() -> Iterator[tuple[Transport, np.ndarray, bytes]]:
-    transport, (source, region) = MemcpyTransport(), memory()
+    transport, (source, region) = CmaTransport(), memory()
     source[:] = pattern(1, BYTES)
     yield transport, source, transport.register([region])
     transport.close()
@@ -185,7 +185,7 @@ def remote_memory() -> Iterator[tuple[Transport, np.ndarray, bytes]]:
 
 def read_with(plan: FaultPlan, end_point: bytes, source: np.ndarray) -> tuple[Transfer, np.ndarray, FaultyTransport]:
     """Read the whole buffer backwards by 16 descriptors, for at most a quarter second."""
-    transport, (local, region) = FaultyTransport(MemcpyTransport(), plan), memory()
+    transport, (local, region) = FaultyTransport(CmaTransport(), plan), memory()
     transport.register([region])
     starts = np.arange(16, dtype=np.uint64) * np.uint64(BYTES // 16)
     sources, destinations = starts + np.uint64(source.ctypes.data), starts[::-1] + np.uint64(local.ctypes.data)
@@ -264,17 +264,17 @@ class Dropping(FaultyTransport):
     """Loses the second descriptor."""
 
     def __init__(self) -> None:
-        super().__init__(MemcpyTransport(), FaultPlan(drop=1))
+        super().__init__(CmaTransport(), FaultPlan(drop=1))
 
 
-class Unchecked(MemcpyTransport):
+class Unchecked(CmaTransport):
     """Cuts off what is outside, and so accepts everything."""
 
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
         return super().submit(peer, direction, descriptors[:1])
 
 
-class CancelsLater(MemcpyTransport):
+class CancelsLater(CmaTransport):
     """Answers a cancel as if the transfer still ran."""
 
     def cancel(self, transfer: Transfer) -> Status:
@@ -293,7 +293,7 @@ class CancelsLater(MemcpyTransport):
     ],
 )
 def test_the_suite_catches_a_broken_transport(broken: type, check: object) -> None:
-    with open_pair("kvferry.transport.memcpy:MemcpyTransport") as pair:
+    with open_pair("kvferry.transport.cma:CmaTransport") as pair:
         pair.local[:] = pattern(1, len(pair.local))
         pair.remote.fill(2)
         transport = broken()

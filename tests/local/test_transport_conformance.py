@@ -5,14 +5,6 @@ import pytest
 from ..support.transport_suite import TransportSuite
 
 
-class TestNull(TransportSuite):
-    factory = "kvferry.transport.null:NullTransport"
-
-
-class TestMemcpy(TransportSuite):
-    factory = "kvferry.transport.memcpy:MemcpyTransport"
-
-
 class TestCma(TransportSuite):
     factory = "kvferry.transport.cma:CmaTransport"
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -22,8 +22,8 @@ from kvferry.transport.nixl import SENT_BYTES, SILENCE_SECONDS, NixlEndPoint, Ni
 from kvferry.transport.protocol import Direction, Status, reach
 from kvferry.transport.registry import open_transports
 
-from ..support.transport_memory import HostMemory
-from ..support.transport_peer import PeerProcess, pattern, start_peer
+from ..support.transport_memory import HOST_MEMORY, HostMemory
+from ..support.transport_peer import InProcessPeer, PeerProcess, pattern
 from ..support.transport_suite import Pair, many_offsets, open_pair
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def own_pair() -> Iterator[Pair]:
     """Agents of this process, which may be harmed."""
     transport, local = NixlTransport(), HostMemory(4096)
     transport.register([local.region])
-    with start_peer(FACTORY, 4096, in_process=True) as remote:
+    with closing(InProcessPeer(FACTORY, 4096, HOST_MEMORY)) as remote:
         remote.fill(2)
         yield Pair(transport, local, remote, reach(transport, remote.end_point))
         transport.close()

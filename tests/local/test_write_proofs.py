@@ -39,7 +39,6 @@ from kvferry.handoff.wire.client import ask
 from kvferry.layout.shard import Region
 from kvferry.transport import registry
 from kvferry.transport.network import Network
-from kvferry.transport.null import NullTransport
 from kvferry.transport.protocol import (
     Capabilities,
     Direction,
@@ -55,6 +54,7 @@ from kvferry.transport.protocol import (
 from kvferry.transport.registry import Connecting, Link, TransportSet
 
 from ..support.faults import FaultPlan, FaultyTransport
+from ..support.null_transport import NullTransport
 from ..waits import wait_until
 from .engines_in_process import EPOCH, HOST, Rank
 from .engines_that_write import (

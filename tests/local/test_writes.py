@@ -556,7 +556,7 @@ def test_the_list_of_introduced_sources_is_bounded(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(destination, "MAX_SOURCES", 2)
     client = Mock()
     rank = OwnRank("d", b"", IDENTITY, {}, Mock(), Mock(), Mock(), client)
-    receiver = Announcer(rank, EndPoint(HOST, 1, 1), SECONDS)
+    receiver = Announcer(rank, EndPoint(HOST, 1, 1), SECONDS, SECONDS)
     for port in (2, 3, 4):
         assert not receiver.introductions.is_introduced(EndPoint(HOST, port, 7), (b"shard",), PROTOCOL_VERSION)
     sent = [Exchange(*call.args[:3], 0.0, answer=Noted(7)) for call in client.send.call_args_list]

@@ -70,7 +70,7 @@ class Sources:
             OwnRank("d/0", b"shard", IDENTITY, {"nixl": b"before"}, *parts),
             EndPoint(host, 1, 7),
             1.0,
-            fence_seconds=0.0,
+            0.0,
         )
         self.announcer.peers = Mock(wraps=self.announcer.peers)
         self.announcer.peers.refuses = Mock(return_value=False)

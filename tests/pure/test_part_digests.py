@@ -487,7 +487,7 @@ def a_write_of_packed_pages(wanted: Integrity, num_changes: int) -> Iterator[tup
     part = Part(plan, announced_blocks(plan, [pair.request]))
     written = WrittenDigests(PartDigests(cells_of(plan, wanted, at_source=True), part.announced, KEY))
     landed = PartDigests(cells_of(plan, wanted, at_source=False), part.announced, KEY)
-    transports = open_transports("memcpy")
+    transports = open_transports("cma")
     regions = [region for rank in (*pair.sources, *pair.destinations) for region in rank.shard.regions]
     link = transports.connect(transports.register(regions)).poll()
     assert link is not None

@@ -64,7 +64,6 @@ def planned(arguments: str) -> dict[str, Any]:
     ],
 )
 def test_descriptors(layout: str, prefill: int, decode: int, blocks: str, tokens: int, descriptors: int) -> None:
-    """Counted from what the null transport was handed."""
     engines = f"--prefill tp={prefill},layout={layout} --decode tp={decode},layout={layout}"
     report = planned(f"{SHAPE} --tokens {tokens} {engines} --blocks {blocks}")
     assert report["descriptors"] == descriptors

@@ -62,7 +62,7 @@ def test_a_setting_has_one_sentence_and_its_default(kind: type[msgspec.Struct], 
         ("load_timeout_seconds", "above 0, at most 86400", [0, 86401]),
         ("turn_seconds", "0 to 86400", [-1, 86401]),
         ("integrity", "`auto`, `full`, `off`, `sample`", ["most"]),
-        ("transport", "`auto`, `cma`, `nixl`, `mooncake`, `memcpy`, `null`", ["pigeon"]),
+        ("transport", "`auto`, `cma`, `nixl`, `mooncake`", ["pigeon", "memcpy"]),
     ],
 )
 def test_what_is_allowed_is_what_is_checked(name: str, allowed: str, refused: list[Any]) -> None:

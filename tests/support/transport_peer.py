@@ -38,7 +38,7 @@ def pattern(seed: int, num_bytes: int) -> Bytes:
 
 
 class InProcessPeer:
-    """A peer in this process, for transports inside one process; ``kill`` closes its transport."""
+    """A peer in this process; ``kill`` closes its transport."""
 
     def __init__(self, factory: str, num_bytes: int, memory: str) -> None:
         self._transport = make(factory)
@@ -138,11 +138,10 @@ class PeerProcess:
 
 @contextmanager
 def start_peer(
-    factory: str, num_bytes: int, in_process: bool, on_host: OnHost = list, memory: str = HOST_MEMORY
-) -> Iterator[PeerProcess | InProcessPeer]:
+    factory: str, num_bytes: int, on_host: OnHost = list, memory: str = HOST_MEMORY
+) -> Iterator[PeerProcess]:
     """Start a peer and end it afterwards."""
-    peer: PeerProcess | InProcessPeer
-    peer = InProcessPeer(factory, num_bytes, memory) if in_process else PeerProcess(factory, num_bytes, on_host, memory)
+    peer = PeerProcess(factory, num_bytes, on_host, memory)
     try:
         yield peer
     finally:

@@ -5,8 +5,7 @@
 
 ``memory`` names the class of the memory that moves (:mod:`tests.support.transport_memory`): the host's by default.
 
-Needs pytest. Peers are other processes (``tests.support.transport_peer``), unless the transport's capabilities have
-``same_process_only``; every wait is bounded.
+Needs pytest. Peers are other processes (``tests.support.transport_peer``); every wait is bounded.
 """
 
 import time
@@ -88,7 +87,7 @@ def open_pair(
     local = make_memory(memory, num_bytes)
     try:
         transport.register([local.region])
-        with start_peer(factory, num_bytes, _is_local(transport), on_host, memory) as remote:
+        with start_peer(factory, num_bytes, on_host, memory) as remote:
             yield Pair(transport, local, remote, reach(transport, remote.end_point))
     finally:
         transport.close()
@@ -177,7 +176,6 @@ class TransportSuite:
     @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS.keys())
     def test_read_is_exact(self, pair: Pair, offsets: Descriptors) -> None:
         """Every requested byte arrives, and no other byte changes."""
-        _needs_bytes(pair.transport)
         transfer = pair.submit(Direction.READ, offsets)
         assert pair.finish(transfer) is Status.DONE
         assert (transfer.num_descriptors, transfer.bytes_done) == (len(offsets), int(offsets[:, 2].sum()))
@@ -187,7 +185,6 @@ class TransportSuite:
     @pytest.mark.parametrize("offsets", OFFSETS.values(), ids=OFFSETS.keys())
     def test_write_is_exact(self, pair: Pair, offsets: Descriptors) -> None:
         """Every submitted byte arrives, and no other byte changes, at the source neither."""
-        _needs_bytes(pair.transport)
         assert pair.finish(pair.submit(Direction.WRITE, offsets)) is Status.DONE
         expected = apply(offsets, pattern(1, BUFFER_BYTES), pattern(2, BUFFER_BYTES), 1)
         assert pair.remote.checksum() == zlib.crc32(expected.data)
@@ -252,7 +249,7 @@ class TransportSuite:
 
     def test_two_peers_and_two_transfers_at_once(self, pair: Pair) -> None:
         """Two transfers from two peers both finish."""
-        with start_peer(self.factory, BUFFER_BYTES, _is_local(pair.transport), self.on_host, self.memory) as other:
+        with start_peer(self.factory, BUFFER_BYTES, self.on_host, self.memory) as other:
             other.fill(3)
             second = Pair(pair.transport, pair.memory, other, reach(pair.transport, other.end_point))
             half = BUFFER_BYTES // 2
@@ -263,15 +260,13 @@ class TransportSuite:
             assert [pair.finish(transfer) for transfer in transfers] == [Status.DONE, Status.DONE]
             second.peer.close()
             second.peer.close()
-        if pair.transport.capabilities.moves_bytes:
-            landed = pair.local
-            assert np.array_equal(landed[:half], pattern(2, BUFFER_BYTES)[:half])
-            assert np.array_equal(landed[half:], pattern(3, BUFFER_BYTES)[half:])
+        landed = pair.local
+        assert np.array_equal(landed[:half], pattern(2, BUFFER_BYTES)[:half])
+        assert np.array_equal(landed[half:], pattern(3, BUFFER_BYTES)[half:])
 
     @pytest.mark.parametrize("direction", list(Direction))
     def test_killed_peer_is_an_error(self, own_pair: Pair, direction: Direction) -> None:
         """A transfer fails in time when its peer dies, and a new connection to that peer is refused."""
-        _needs_bytes(own_pair.transport)
         transfer = own_pair.start(direction, many_offsets())
         own_pair.remote.kill()
         assert own_pair.finish(transfer, DEATH_SECONDS) is Status.FAILED
@@ -288,9 +283,7 @@ class TransportSuite:
 
     def test_stopped_peer_does_not_hold_the_caller(self, own_pair: Pair) -> None:
         """Polls return at once while the peer is stopped; when the peer resumes, the transfer is done or cancelled."""
-        if not isinstance(own_pair.remote, PeerProcess):
-            pytest.skip("the peer is this process")
-        _needs_bytes(own_pair.transport)
+        assert isinstance(own_pair.remote, PeerProcess)
         transfer = own_pair.start(Direction.READ, many_offsets())
         own_pair.remote.stop()
         try:
@@ -306,8 +299,7 @@ class TransportSuite:
 
     def test_connecting_to_a_stopped_peer_does_not_hold_the_caller(self, own_pair: Pair) -> None:
         """Every call returns at once; ``cancel`` ends the connection; a resumed peer can soon be reached."""
-        if not isinstance(own_pair.remote, PeerProcess):
-            pytest.skip("the peer is this process")
+        assert isinstance(own_pair.remote, PeerProcess)
         transport, end_point = make(self.factory), own_pair.remote.end_point
         own_pair.remote.stop()
         try:
@@ -323,7 +315,6 @@ class TransportSuite:
 
     def test_nothing_lands_after_cancelled(self, own_pair: Pair) -> None:
         """``cancel`` ends in ``CANCELLED``, at once where the capabilities say so, and no byte lands afterwards."""
-        _needs_bytes(own_pair.transport)
         transfer = own_pair.start(Direction.READ, many_offsets())
         status = own_pair.transport.cancel(transfer)
         if own_pair.transport.capabilities.cancel_is_immediate:
@@ -338,7 +329,6 @@ class TransportSuite:
 
     def test_nothing_is_written_after_cancelled(self, own_pair: Pair) -> None:
         """No byte is written after ``CANCELLED``: the decode engine then frees the blocks."""
-        _needs_bytes(own_pair.transport)
         transfer = own_pair.start(Direction.WRITE, many_offsets())
         own_pair.transport.cancel(transfer)
         assert own_pair.finish(transfer) is Status.CANCELLED
@@ -364,14 +354,13 @@ class TransportSuite:
             peer = reach(transport, second)
             for (start, end), row in zip(moves, rows, strict=True):
                 assert own_pair.finish(transport.submit(peer, Direction.READ, row[None])) is Status.DONE
-                assert _are_equal(start, end) or not transport.capabilities.moves_bytes
+                assert _are_equal(start, end)
         finally:
             source.close()
 
     @pytest.mark.parametrize("direction", list(Direction))
     def test_one_submission_moves_between_all_kinds_of_memory(self, own_pair: Pair, direction: Direction) -> None:
         """Memory of the suite and host memory, on both sides, in mixed order and in two registrations."""
-        _needs_bytes(own_pair.transport)
         other = make(self.factory)
         num_moves, kinds = 300, (self.memory, HOST_MEMORY)
         pairs = [(theirs, ours) for theirs in kinds for ours in kinds]
@@ -446,12 +435,3 @@ def _reach_soon(transport: Transport, end_point: bytes) -> Peer:
             if error.reason is not Reason.PEER_UNREACHABLE or time.monotonic() > deadline:
                 raise
         time.sleep(0.01)
-
-
-def _needs_bytes(transport: Transport) -> None:
-    if not transport.capabilities.moves_bytes:
-        pytest.skip("this transport moves no bytes")
-
-
-def _is_local(transport: Transport) -> bool:
-    return transport.capabilities.same_process_only or not transport.capabilities.moves_bytes

@@ -19,13 +19,7 @@ from .network_faults import slow
 
 LOAD_SECONDS = 30.0
 LEASE_SECONDS = 25.0
-FENCE_SECONDS = 10.0
-LIMITS = {
-    "transport": "auto",
-    "lease_seconds": LEASE_SECONDS,
-    "load_timeout_seconds": LOAD_SECONDS,
-    "fence_seconds": FENCE_SECONDS,
-}
+LIMITS = {"transport": "auto", "lease_seconds": LEASE_SECONDS, "load_timeout_seconds": LOAD_SECONDS}
 DEADLINE_SECONDS = LOAD_SECONDS + 10.0 + 15.0
 """Within which a client has its answer: docs/failures.md promises 10 s after a load's time, then steps follow."""
 MEGABITS = 24

@@ -31,8 +31,8 @@ from ..virtual_network import Hosts, make_hosts
 from ..waits import wait_until
 from .engines import (
     DEADLINE_SECONDS,
-    FENCE_SECONDS,
     LEASE_SECONDS,
+    LOAD_SECONDS,
     Answer,
     PoolOnHosts,
     asked,
@@ -287,7 +287,7 @@ def check_fails(handoffs: Handoffs, what: str) -> None:
     assert answer.seconds < DEADLINE_SECONDS
     seconds = [
         wait_until_free(handoffs.decode, FREE_SECONDS),
-        wait_until_free(handoffs.prefill, LEASE_SECONDS + FENCE_SECONDS),
+        wait_until_free(handoffs.prefill, LEASE_SECONDS + LOAD_SECONDS / 2),
     ]
     print(f"{handoffs.pair.name}, {what}: failed after {answer.seconds:.1f} s, blocks free {seconds} s later")
 

@@ -23,7 +23,6 @@ from ..waits import wait_until
 from .engines import (
     BEGUN_BYTES,
     BEGUN_SECONDS,
-    LOAD_SECONDS,
     MEGABITS,
     MOMENT_SECONDS,
     Answer,
@@ -37,7 +36,8 @@ pytestmark = pytest.mark.vllm
 
 MODEL = "gqa"
 LOST, OTHER, DECODE, ALONE = "gqa-tp1-next", "gqa-chunked", "gqa-tp1-nixl", "gqa-reference"
-FENCE_SECONDS = 16.0
+LOAD_SECONDS = 32.0
+FENCE_SECONDS = LOAD_SECONDS / 2
 """Longer than the client of a lost engine waits for its answer, so that the blocks are in quarantine by then."""
 HELD_SECONDS = 200.0
 STEPS_SECONDS = 15.0
@@ -63,7 +63,7 @@ class PoolOnThreeHosts(PoolOnHosts):
 
     def settings(self, name: str) -> EngineSettings:
         settings = super().settings(name)
-        limits = {"lease_seconds": HELD_SECONDS, "fence_seconds": FENCE_SECONDS} if settings.role else {}
+        limits = {"lease_seconds": HELD_SECONDS, "load_timeout_seconds": LOAD_SECONDS} if settings.role else {}
         connector = {**settings.connector_settings, **limits}
         return replace(settings, connector_settings=connector, arguments=(*settings.arguments, *EXPLAINED))
 

@@ -30,8 +30,7 @@ from kvferry.models.groups import (
 from kvferry.plan.match import GroupBlocks, canonical, common, first_token_to_move
 from kvferry.plan.planner import NOTHING, GroupPlan, PairPlan, Planner
 from kvferry.plan.proof import verify_destination, verify_pair
-from kvferry.transport.null import NullTransport
-from kvferry.transport.protocol import Direction, Status, reach
+from kvferry.transport.protocol import Direction, RegionTable, check_descriptors
 
 RANK_SPACING = 1 << 44
 """Distance of the ranks' invented base addresses, far above the size of any cache."""
@@ -526,7 +525,7 @@ def make_report(
     link: Link | None = None,
     announce: Announce = lambda text: None,
 ) -> PlanReport:
-    """Plan one request between two engines, submit the lists to the null transport, and prove them.
+    """Plan one request between two engines, check the lists as transports do, and prove them.
 
     The same request between engines with per-layer layouts is planned too, to count its descriptors.
 
@@ -595,7 +594,9 @@ def _count(pair: PairPlan, requested: Sequence[GroupBlocks]) -> tuple[PairPlan, 
 
 def _pair_report(pair: PairPlan, decode_rank: int, requested: Sequence[GroupBlocks], *, verify: bool) -> PairReport:
     lists = pair.lower_groups(requested)
-    descriptors = submitted(pair, np.concatenate([NOTHING, *lists.values()]))
+    descriptors = np.concatenate([NOTHING, *lists.values()])
+    regions = RegionTable(pair.source.regions), RegionTable(pair.destination.regions)
+    check_descriptors(descriptors, Direction.WRITE, *regions)
     groups = tuple((name, Summary.of(rows)) for name, rows in lists.items())
     proof = partial(verify_pair, descriptors, pair.source, pair.destination, requested, pair.heads)
     failure = _failure(f"{pair.source.rank_name} to {pair.destination.rank_name}", proof) if verify else ""
@@ -609,21 +610,6 @@ def _failure(ranks: str, proof: Callable[[], object]) -> str:
     except VerificationError as error:
         return f"{ranks}: {error}"
     return ""
-
-
-def submitted(pair: PairPlan, descriptors: Descriptors) -> Descriptors:
-    """Submit the pair's list to the null transport, which checks the regions, and return the submitted list."""
-    source, destination = NullTransport(), NullTransport()
-    try:
-        source.register(pair.source.regions)
-        peer = reach(source, destination.register(pair.destination.regions))
-        transfer = source.submit(peer, Direction.WRITE, descriptors)
-        if source.poll(transfer) is not Status.DONE:
-            raise SettingsError(Reason.TRANSFER_FAILED, f"the null transport failed: {transfer.error}.")
-        return source.last_submitted
-    finally:
-        source.close()
-        destination.close()
 
 
 class GroupSizes(NamedTuple):

@@ -171,8 +171,8 @@ def _table(title: str, descriptions: tuple[SettingDescription, ...]) -> Table:
 def describe_settings(kind: type[msgspec.Struct] = Settings) -> tuple[SettingDescription, ...]:
     """Return the settings of a connector in the order of the class.
 
-    >>> [each.shown_default for each in describe_settings() if each.name in ("lease_seconds", "transfer_cores")]
-    ['60', 'chosen']
+    >>> [each.shown_default for each in describe_settings() if each.name in ("lease_seconds", "keys")]
+    ['no keys', '60']
     """
     information = msgspec.inspect.type_info(kind)
     assert isinstance(information, msgspec.inspect.StructType)

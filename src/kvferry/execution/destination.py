@@ -65,7 +65,6 @@ each may have as many as an answer."""
 TOKEN_BYTES, SECRET_BYTES = 7, 32
 MAX_SOURCES = 4096
 """Source ranks to which this rank remembers its introduction."""
-FENCE_SECONDS = 60.0
 NUMBER_BITS = 62
 """Of the random number of a load, which only its source ranks learn."""
 
@@ -802,9 +801,9 @@ class Announcer:
         rank: OwnRank,
         answers_at: EndPoint,
         answer_seconds: float,
+        fence_seconds: float,
         *,
         keeps_events: bool = False,
-        fence_seconds: float = FENCE_SECONDS,
     ) -> None:
         self._rank, self._answers_at, self._answer_seconds = rank, answers_at, answer_seconds
         self.transports, self.fence_seconds = rank.transports, fence_seconds

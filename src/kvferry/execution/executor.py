@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -189,7 +189,11 @@ class Executor:
         try:
             self._started.result()
         except (OSError, ValueError, OverflowError) as error:
-            raise _no_such_cores(self._cores, error) from error
+            raise SettingsError(
+                Reason.INVALID_SETTING,
+                f"the transfer thread cannot run on cores {sorted(self._cores)}: {error}.",
+                "Start an engine's ranks and their parent with cores of one set (taskset, cpuset).",
+            ) from error
 
     def submit(self, job: Job) -> None:
         """Queue a job; :meth:`collect` returns its result, exactly once; at most once where it is for the log."""
@@ -369,25 +373,6 @@ def seconds_until_next_look(still_seconds: float, *, is_moving: bool) -> float:
     """
     longest = MAX_MOVING_WAIT_SECONDS if is_moving else MAX_WAIT_SECONDS
     return min(max(WAIT_SHARE * still_seconds, WAIT_SECONDS), longest)
-
-
-def check_cores(cores: Iterable[int]) -> None:
-    """Raise :class:`SettingsError` (invalid-setting) where a thread cannot run on these cores; none are any."""
-    if not cores:
-        return
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(os.sched_setaffinity, 0, cores).result()
-    except (OSError, ValueError, OverflowError) as error:
-        raise _no_such_cores(cores, error) from error
-
-
-def _no_such_cores(cores: Iterable[int], error: Exception) -> SettingsError:
-    return SettingsError(
-        Reason.INVALID_SETTING,
-        f"the transfer thread cannot run on cores {sorted(cores)}: {error}.",
-        'Set "transfer_cores" to cores of this machine.',
-    )
 
 
 def cores_that_do_not_compute() -> set[int]:

@@ -72,7 +72,7 @@ class DestinationLoad:
     failed. A fence that the driver refuses is asked for again only where the source breaks or ends later.
 
     >>> where = EndPoint("10.0.0.1", 5601, 7)
-    >>> load = DestinationLoad("r", "x", {0: "a", 1: "b"}, {0: where, 1: where}, deadline=30.0)
+    >>> load = DestinationLoad("r", "x", {0: "a", 1: "b"}, {0: where, 1: where}, deadline=30.0, fence_seconds=15.0)
     >>> [(action.step.name, action.source) for action in load.due(now=0.0)]
     [('ANNOUNCE', 0), ('ANNOUNCE', 1)]
     >>> [load.announcing(source) for source in (0, 1)] and load.done(0, "a")
@@ -87,7 +87,7 @@ class DestinationLoad:
         expected: Mapping[int, str],
         answers_at: Mapping[int, EndPoint],
         deadline: float,
-        fence_seconds: float = 60.0,
+        fence_seconds: float,
     ) -> None:
         self._request_id, self._transfer_id = request_id, transfer_id
         self._expected, self._answers_at = dict(expected), dict(answers_at)

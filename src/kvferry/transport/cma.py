@@ -206,7 +206,7 @@ class CmaTransport(RegisteredMemoryTransport):
         _allow_attach()
 
     def _end_point(self) -> ProcessEndPoint:
-        return ProcessEndPoint.own("cma", self._local, self._nonce)
+        return ProcessEndPoint.own(self._local, self._nonce)
 
     def _queue(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> CmaTransfer:
         sides = _in_remote_order(Sides.of(descriptors, direction))

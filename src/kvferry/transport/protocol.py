@@ -62,9 +62,8 @@ class Status(StrEnum):
 class Capabilities:
     """The abilities of a transport.
 
-    ``same_process_only``: peers are in this process. ``cancel_is_immediate``: ``cancel`` returns ``CANCELLED`` at once;
-    otherwise a cancelled transfer stays ``PENDING`` until no more bytes can land. ``moves_bytes`` is false only for the
-    null transport.
+    ``cancel_is_immediate``: ``cancel`` returns ``CANCELLED`` at once; otherwise a cancelled transfer stays ``PENDING``
+    until no more bytes can land.
 
     ``moves_device_memory``: regions may lie on CUDA devices, by their names in torch, such as ``cuda:0``. Once a
     transfer that landed in such memory is ``DONE``, work that is launched on the device afterwards sees the bytes.
@@ -75,9 +74,7 @@ class Capabilities:
     """
 
     name: str
-    same_process_only: bool = False
     cancel_is_immediate: bool = True
-    moves_bytes: bool = True
     ends_with_process: bool = False
     close_ends_writes: bool = False
     moves_device_memory: bool = False
@@ -302,7 +299,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 class ProcessEndPoint(msgspec.Struct, frozen=True):
     """What another process on this host needs to reach this process's memory."""
 
-    transport: Literal["cma", "memcpy"]
+    transport: Literal["cma"]
     version: Literal[1]
     identity: ProcessIdentity
     regions: RegionList
@@ -310,9 +307,9 @@ class ProcessEndPoint(msgspec.Struct, frozen=True):
     nonce: NonceBytes
 
     @classmethod
-    def own(cls, transport: Literal["cma", "memcpy"], regions: RegionTable, nonce: "Nonce") -> Self:
+    def own(cls, regions: RegionTable, nonce: "Nonce") -> Self:
         """Return the end point of this process."""
-        return cls(transport, 1, own_identity(), pack_regions(regions), nonce.address, nonce.value)
+        return cls("cma", 1, own_identity(), pack_regions(regions), nonce.address, nonce.value)
 
 
 EndPoint = TypeVar("EndPoint", bound=msgspec.Struct)
@@ -328,16 +325,13 @@ def decode_end_point(payload: bytes, kind: type[EndPoint], transport: str) -> En
     try:
         if len(payload) > MAX_END_POINT_BYTES:
             raise msgspec.DecodeError(f"{len(payload)} bytes, more than {MAX_END_POINT_BYTES}")
-        decoded = msgspec.msgpack.decode(payload, type=kind)
-        if getattr(decoded, "transport", transport) != transport:
-            raise msgspec.ValidationError("the end point is for another transport")
+        return msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(
             Reason.MALFORMED_MESSAGE,
             f"this is not a {transport} end point: {error}.",
             "Run the same transport of the same kvferry version in both engines.",
         ) from error
-    return decoded
 
 
 def pack_regions(table: RegionTable) -> RegionList:
@@ -580,10 +574,7 @@ class RegisteredMemoryTransport(ABC):
     def submit(self, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
         """Check the descriptors and queue them; ``poll`` moves the bytes."""
         self._check_open()
-        _check_shape(descriptors)
-        sides = Sides.of(descriptors, direction)
-        _check_inside("local", self._local, sides.local, sides.lengths)
-        _check_inside("remote", peer.regions, sides.remote, sides.lengths)
+        check_descriptors(descriptors, direction, self._local, peer.regions)
         transfer = self._queue(peer, direction, descriptors)
         if not len(descriptors):
             transfer.status = Status.DONE
@@ -656,6 +647,14 @@ class RegisteredMemoryTransport(ABC):
 
     def _closed_error(self) -> TransportError:
         return TransportError(Reason.CLOSED, f"this {self.capabilities.name} transport is closed.", "Open another.")
+
+
+def check_descriptors(descriptors: Descriptors, direction: Direction, local: RegionTable, remote: RegionTable) -> None:
+    """Raise ``TransportError`` (``INVALID_REQUEST``, ``UNREGISTERED_RANGE``) for what no transport moves."""
+    _check_shape(descriptors)
+    sides = Sides.of(descriptors, direction)
+    _check_inside("local", local, sides.local, sides.lengths)
+    _check_inside("remote", remote, sides.remote, sides.lengths)
 
 
 def _check_shape(descriptors: Addresses) -> None:

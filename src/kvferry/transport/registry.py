@@ -21,8 +21,6 @@ FACTORIES: dict[str, str] = {
     "cma": "kvferry.transport.cma:CmaTransport",
     "nixl": "kvferry.transport.nixl:NixlTransport",
     "mooncake": "kvferry.transport.mooncake:MooncakeTransport",
-    "memcpy": "kvferry.transport.memcpy:MemcpyTransport",
-    "null": "kvferry.transport.null:NullTransport",
 }
 """Module and class by name. A module is imported when its transport is opened."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from kvferry.errors import KVFerryError, SettingsError, TierError, raise_all
-from kvferry.integrations.vllm.settings import Found, TransferCores, about, converted, invalid_setting
+from kvferry.integrations.vllm.settings import Found, about, converted, invalid_setting
 from kvferry.units import parse_bytes
 
 LONGEST_WAIT_SECONDS = 86400
@@ -98,7 +98,6 @@ class OffloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             page="decisions/names-of-stored-blocks.md",
         ),
     ] = ""
-    transfer_cores: TransferCores = ()
 
 
 def parse_offload_settings(extra_config: Mapping[str, Any]) -> OffloadSettings:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvferry.errors import KVFerryError, TierError, did_you_mean, raise_all
-from kvferry.execution.executor import check_cores
 from kvferry.handoff.wire.client import within
 from kvferry.handoff.wire.server import check_port, check_ports
 from kvferry.integrations.vllm.connector_configs import (
@@ -149,7 +148,6 @@ def _note_moving(connector: ConnectorConfig, found: Found[Settings], here: Engin
     """Note what of a machine does not let a ``KVFerryConnector`` start."""
     found.note(["keys"], trust_of)
     found.note(["transport"], lambda settings: check_installed(settings.transport))
-    found.note(["transfer_cores"], lambda settings: check_cores(settings.transfer_cores))
     found.note(["host"], _check_host)
     for rank in here.data_parallel_ranks:
         found.note(["host", "port", "rank_ports"], partial(_check_control_port, rank))
@@ -180,7 +178,6 @@ def _check_rank_ports(settings: Settings, num_needed: int) -> None:
 
 def _note_offload(found: Found[OffloadSettings], here: EngineHere) -> None:
     """Note what of a machine does not let a ``KVFerryOffloadConnector`` store blocks."""
-    found.note(["transfer_cores"], lambda settings: check_cores(settings.transfer_cores))
     for rank in here.data_parallel_ranks:
         found.note(["disk_path", "disk_bytes"], partial(_check_disk, rank))
     found.note(["pool_bytes", "pool_master"], _check_share)

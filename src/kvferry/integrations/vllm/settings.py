@@ -55,16 +55,6 @@ def about(meaning: str, **more: str | tuple[str, ...]) -> msgspec.Meta:
     return msgspec.Meta(description=meaning, extra=more)
 
 
-TransferCores = Annotated[
-    tuple[Annotated[int, msgspec.Meta(ge=0)], ...],
-    about(
-        "Numbers of the cores of the transfer thread and of the threads that copy beside it; by default those on "
-        "which the rank does not compute.",
-        unset="chosen",
-    ),
-]
-
-
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings with their defaults; ``kvferry settings`` prints what is written here, and docs/settings.md has it.
 
@@ -94,8 +84,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[
         str,
         about(
-            "`auto` takes `cma` for host memory of one host, where it works, else `nixl`; `memcpy` and `null` are for "
-            "tests.",
+            "`auto` takes `cma` for host memory of one host, where it works, else `nixl`.",
             values=("auto", *FACTORIES),
         ),
     ] = "auto"
@@ -171,19 +160,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Seconds,
         about(
             "How long a load may take, behind concurrent routers with the prompt's computation; some 10 s later the "
-            "request fails even if the prefill engine is stopped.",
+            "request fails even if the prefill engine is stopped, and half of this time after the load's failure a "
+            "fence ends the wait for one on another host.",
             page="decisions/quarantined-blocks.md",
         ),
     ] = 120.0
-    fence_seconds: Annotated[
-        Seconds,
-        about(
-            "How long the blocks of a failed load wait for a prefill engine on another host to confirm that it writes "
-            "no more; then a fence registers the rank's memory anew, and closes it to that engine once its other loads "
-            "are over.",
-            page="decisions/fences.md",
-        ),
-    ] = 60.0
     integrity: Annotated[
         Literal["auto", "off", "sample", "full"],
         about(
@@ -194,7 +175,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             page="decisions/integrity.md",
         ),
     ] = "auto"
-    transfer_cores: TransferCores = ()
     transfer_log: Annotated[
         str,
         about(
@@ -228,6 +208,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def max_hold_seconds(self) -> float:
         """The greatest age of a held prompt, whatever is renewed."""
         return max(10 * self.lease_seconds, self.load_timeout_seconds, self.turn_seconds)
+
+    @property
+    def fence_seconds(self) -> float:
+        """How long the blocks of a failed load wait for a prefill engine on another host to confirm that it writes no
+        more; then a fence keeps it out.
+        """
+        return self.load_timeout_seconds / 2
 
     @property
     def handshake_timeout_seconds(self) -> float:
@@ -368,8 +355,8 @@ _NAMED_FIRST = re.compile(r"(?:Object missing required field `|.* - at `\$\.)(\w
 def _name_of(error: msgspec.ValidationError) -> str:
     """Return the setting that an error is about.
 
-    >>> _name_of(msgspec.ValidationError("Expected `int` >= 0 - at `$.transfer_cores[0]`"))
-    'transfer_cores'
+    >>> _name_of(msgspec.ValidationError("Expected `str` - at `$.allowed_hosts[0]`"))
+    'allowed_hosts'
     """
     found = _NAMED_FIRST.match(str(error))
     assert found is not None, str(error)

@@ -164,7 +164,7 @@ class Destination:
         self._answer_seconds = answer_seconds
         self._num_fences = 0
         self.announcer = end_point.announcer = Announcer(
-            rank, end_point.answers_at, answer_seconds, keeps_events=keeps_events, fence_seconds=fence_seconds
+            rank, end_point.answers_at, answer_seconds, fence_seconds, keeps_events=keeps_events
         )
 
     def take_num_fences(self) -> int:
@@ -290,14 +290,13 @@ class WorkerRole:
         settings, transfer = self._settings, self._vllm_config.kv_transfer_config
         assert transfer is not None, "a connector without its configuration"
         name, identity = f"{transfer.engine_id}/{self._index}", identity_of(self._vllm_config, settings)
-        cores = set(settings.transfer_cores) or cores_that_do_not_compute()
         return Rank(
             name=name,
             shard=encode_shard(shard),
             identity=identity,
             end_points=end_points,
             transports=self._transports,
-            executor=Executor(cores, self._order, self._report_still_writing),
+            executor=Executor(cores_that_do_not_compute(), self._order, self._report_still_writing),
             order=self._order,
             source_engines=SourceEngines(
                 shard,
