@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import random
 import re
 import sys
@@ -372,3 +373,31 @@ def test_a_run_that_is_interrupted_leaves_the_former_output(
     assert (code, output) == (130, "")
     assert {path.name for path in tmp_path.iterdir()} == {"d", "p", "page.html"}
     assert page.read_text() == "before"
+def test_an_output_replaces_no_log_by_any_name_and_only_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_logs(tmp_path, load_lines(1, 1.0, Host("d", 5.0), [Host("x.part", 9.0)], lambda: 0.001))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("d")
+    (tmp_path / "circle").symlink_to("circle")
+    os.mkfifo(tmp_path / "pipe")
+    before = {path: path.read_bytes() for path in (tmp_path / "d", tmp_path / "x.part")}
+    for output, wanted in {
+        "d": "is a log or other output",
+        str(tmp_path / "d"): "is a log or other output",
+        "link": "is a log or other output",
+        "x": "is a log or other output",
+        ".": "is no file",
+        "..": "is no file",
+        "pipe": "is no file",
+        "circle": "cannot be written",
+        "n" * 300: "cannot be written",
+    }.items():
+        code, _, error = told(monkeypatch, capsys, "d", "x.part", "--trace", output)
+        assert code == 2, output
+        assert wanted in error
+    code, _, error = told(monkeypatch, capsys, "d", "x.part", "--trace", "y", "--html", "y.part")
+    assert (code, "is a log or other output" in error) == (2, True)
+    assert before == {path: path.read_bytes() for path in before}
+
+
