@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from kvferry.cli import clocks, timeline_jobs
 from kvferry.cli.clocks import Bound, _Messages
 from kvferry.cli.main import main
+from kvferry.cli.timeline import notes
 from kvferry.cli.timeline_jobs import Found, Job, Kind, Wanted, find, jobs
 from kvferry.cli.timeline_page import SCRIPT, Page
 from kvferry.cli.timeline_trace import Trace
@@ -275,6 +276,31 @@ def test_a_record_whose_times_contradict_each_other_is_none(name: str) -> None:
 
 def moved(field: str, time: float) -> str:
     return re.sub(r"[\d.]+(}?)$", rf"{time}\1", field)
+
+
+@pytest.mark.parametrize("seconds", [1e300, -1e300])
+def test_phases_that_no_clock_could_measure_are_damage(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [load_lines(at, at, Host("d", 5.0), [Host("p", 9.0)], lambda: 0.001) for at in (1, 2)]
+    for _, _, line in lines[1]:
+        if "phases" in line:
+            line["phases"]["next_step"] = seconds
+    logs = [log.path for log in write_logs(tmp_path, lines[0] + lines[1])]
+    code, output, _ = told(monkeypatch, capsys, *logs, "--trace", tmp_path / "trace.json")
+    assert code == 0
+    assert "d: 1 damaged and 0 half-written lines" in output
+    json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_clocks_that_nothing_drawn_uses_are_not_told(tmp_path: Path) -> None:
+    target, sources = Host("d", 5.0), [Host("p", 900.0), Host("q", 70.0)]
+    lines = [load_lines(at, at, target, [source], lambda: 0.001) for at, source in enumerate(sources)]
+    logs = write_logs(tmp_path, lines[0] + lines[1])
+    for request, expected in (("", {"p", "q"}), ("cmpl-0", {"p"}), ("cmpl-1", {"q"})):
+        found, *_ = render(logs, Wanted(request, 9))
+        named = {name for name in "pq" for note in notes(found, logs) if f"The clock of {name} is aligned" in note}
+        assert (named, found.alignment.reference) == (expected, "d")
 
 
 def test_of_messages_that_say_nothing_new_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,8 @@ def notes(found: Found, logs: list[Log]) -> list[str]:
     if len(clocks) == 1:
         told.append("All ranks share one clock.")
     for clock in clocks[1:]:
+        if clock["boot"] not in found.worst:
+            continue  # nothing of this clock is drawn
         uncertain = clock["uncertain_seconds"]
         so = "aligned by the time of day, since messages bound one side at most: it may be off by any time"
         if uncertain is not None:
