@@ -385,20 +385,6 @@ def test_the_command_refuses_with_a_reason(
     assert before == (log.path.read_bytes(), other.path.read_bytes())
 
 
-def test_a_run_that_is_interrupted_leaves_the_former_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    logs = write_logs(tmp_path, load_lines(1, 1.0, Host("d", 5.0), [Host("p", 9.0)], lambda: 0.001))
-    page = tmp_path / "page.html"
-    page.write_text("before")
-    monkeypatch.setattr(Page, "write", interrupt)
-    code, output, _ = told(monkeypatch, capsys, *(log.path for log in logs), "--html", page)
-    assert (code, output) == (130, "")
-    assert {path.name for path in tmp_path.iterdir()} == {"d", "p", "page.html"}
-    assert page.read_text() == "before"
 def test_an_output_replaces_no_log_by_any_name_and_only_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -427,3 +413,17 @@ def test_an_output_replaces_no_log_by_any_name_and_only_files(
     assert before == {path: path.read_bytes() for path in before}
 
 
+def test_a_run_that_is_interrupted_leaves_the_former_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    logs = write_logs(tmp_path, load_lines(1, 1.0, Host("d", 5.0), [Host("p", 9.0)], lambda: 0.001))
+    page = tmp_path / "page.html"
+    page.write_text("before")
+    monkeypatch.setattr(Page, "write", interrupt)
+    code, output, _ = told(monkeypatch, capsys, *(log.path for log in logs), "--html", page)
+    assert (code, output) == (130, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"d", "p", "page.html"}
+    assert page.read_text() == "before"
