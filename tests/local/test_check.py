@@ -625,6 +625,20 @@ class TestOnePrompt:
         assert times["wait for the cache"] is None
         assert "1 loads of others" in found["prompts"][0]["unknown"][0]
 
+    def test_a_load_that_fails_beside_the_prompt_may_be_the_prompt_s(self, pair: Pair) -> None:
+        decode = pair.decode()
+        answer = decode.replies["/v1/completions"]
+
+        def beside(*given: Any) -> tuple[int, Any]:
+            decode.failures["peer-died"] = 1
+            return answer(*given)
+
+        decode.replies["/v1/completions"] = beside
+        code, found = pair.report(pair.prefill(), decode)
+        assert code == check.WORKS
+        told = "1 loads failed meanwhile (peer-died): this prompt's may be one of them."
+        assert found["prompts"][0]["unknown"] == [told]
+
     def test_a_key_of_vllm_is_needed_and_given(self, pair: Pair) -> None:
         prefill, decode = pair.prefill(), pair.decode()
         for engine in (prefill, decode):
