@@ -38,9 +38,9 @@ from kvferry.cli.bench_connectors import (
     Contestant,
     cause_of_end,
 )
-from kvferry.cli.bench_report import KVFERRY, BenchReport, Cell, Moved, Request, Row, Turn
+from kvferry.cli.bench_report import KVFERRY, BenchReport, Cell, Moved, Request, Row, Turn, check_plot
 from kvferry.cli.main import app
-from kvferry.errors import Reason, TransportError
+from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.harness.child_process import ChildProcess, LaunchError
 from kvferry.harness.launch import Server, scrape_metrics
 
@@ -442,7 +442,7 @@ def turn_of(seconds: float, connector: str = KVFERRY, computed: float = 0.0) -> 
 
 def test_a_row_has_the_medians_of_its_turns() -> None:
     row = Row.of(KVFERRY, CELL, [turn_of(seconds) for seconds in (0.1, 0.2, 5.0)])
-    assert (row.first_token_ms, row.slowest_ms) == (pytest.approx(450), pytest.approx(15000))
+    assert (row.first_token_ms, row.slowest_ms) == (pytest.approx(450), pytest.approx(15100))
     assert row.whole_ms == pytest.approx(550)
     assert (row.transfer_ms, row.gb_per_second, row.descriptors) == (pytest.approx(250), pytest.approx(4), 4)
     assert (row.wait_ms, row.requests_per_second) == (pytest.approx(10), 2)
@@ -496,6 +496,7 @@ def test_the_plot_is_a_picture(name: str, tmp_path: Path) -> None:
         (["--cache", "4 apples"], "--cache"),
         (["--engine-arguments", '--foo "'], "Close the quotes"),
         (["--plot", "bench.jpg"], "bench.svg"),
+        (["--plot", "."], "Name bench.svg"),
         (["--plot", "/no/such/folder/a.svg"], "there is no folder"),
         (["--model", "kv-hevy"], "Did you mean 'kv-heavy'"),
     ],
