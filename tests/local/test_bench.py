@@ -410,10 +410,34 @@ def test_a_peer_that_does_not_start_or_answer_has_a_reason_and_is_stopped(
     failing = KVFERRY
     with pytest.raises(LaunchError, match="240 s"):
         bench_module._start(chosen, tmp_path, [], lambda _: None)
+    with pytest.raises(LaunchError, match=r"NixlPushConnector: its engines do not answer: .*refused"):
+        bench_module._start(settings(tmp_path, connectors=(PUSH,)), tmp_path, [], lambda _: None)
 
 
-@pytest.mark.parametrize("answers_tokens", [0, 1])
-def test_an_answer_of_fewer_tokens_is_an_error(answers_tokens: int, start: Any) -> None:
+def test_an_interrupt_does_not_wait_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, ended = threading.Event(), list[bool]()
+
+    def request(_self: Contestant, prompt: list[int], _seconds: float) -> Any:
+        if prompt == prompts[0]:
+            raise KeyboardInterrupt
+        ended.append(over.wait(20))
+
+    monkeypatch.setattr(Contestant, "_request", request)
+    server = SimpleNamespace(metrics=dict)
+    monkeypatch.setattr(Contestant, "_counted", lambda _: {})
+    contestant = Contestant(NONE, server, None, 1000, 4)  # type: ignore[arg-type]
+    prompts = [[0, 1], [2, 3]]
+    contestant.generator = SimpleNamespace(  # type: ignore[assignment]
+        integers=lambda *_: SimpleNamespace(tolist=lambda: prompts)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        contestant.turn(Cell(2, 2))
+    assert not ended
+    over.set()
+
+
+@pytest.mark.parametrize("answers_tokens", [0, 1, 3, 5])
+def test_an_answer_of_another_number_of_tokens_is_an_error(answers_tokens: int, start: Any) -> None:
     decode, _ = start(connector=NONE, answers_tokens=answers_tokens)
     with pytest.raises(TransportError, match=f"sent {answers_tokens} tokens of 4"):
         Contestant(NONE, decode, None, 1000, 4).turn(CELL)
