@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -89,22 +91,75 @@ def test_rows_that_do_not_fit_are_left_out_with_the_numbers(tmp_path: Path) -> N
     assert all("--max-model-len" in why for why in too_long.values())
 
 
+def test_where_no_prompt_fits_no_engine_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(bench_module, "_start")
+    chosen = settings(tmp_path, tokens=(None,), cache_bytes=int(10 * TOKEN_BYTES * 1.25))
+    rows = bench_module.run(chosen, "model", tmp_path, lambda _: None).rows
+    assert {row.cell for row in rows} == {Cell(0, 1), Cell(0, 8)}
+    told = "left out: an engine takes 4096 tokens (--max-model-len), its cache 10 (--cache), answers have 16"
+    assert all(row.problem.startswith(told) for row in rows)
+
+
+def test_ranks_that_hold_the_same_bytes_need_room_for_each_copy(tmp_path: Path) -> None:
+    for prefill_tp, decode_tp, copies in ((1, 2, 1), (1, 4, 2), (8, 1, 4)):
+        found = settings(tmp_path, prefill_tp=prefill_tp, decode_tp=decode_tp)
+        assert found.token_bytes() == copies * TOKEN_BYTES
+    chosen = settings(tmp_path, decode_tp=2)
+    shutil.copy(CONFIGS / "DeepSeek-V2-Lite.json", tmp_path / "config.json")
+    assert chosen.token_bytes() == 2 * 27 * (512 + 64) * 2
+
+
 @pytest.mark.parametrize(
-    ("devices", "tp_size", "expected", "part"),
-    [((0,), 1, ["0"] * 4, 0.225), ((0, 1), 1, ["0", "1", "0", "1"], 0.45), ((0, 1, 2, 3), 2, ["0,1", "2,3"] * 2, 0.45)],
+    ("named", "num_devices", "expected"),
+    [
+        (None, 2, ("0", "1")),
+        ("3,1", 2, ("3", "1")),
+        ("GPU-8a2f, MIG-44c1", 2, ("GPU-8a2f", "MIG-44c1")),
+        ("5,nothing,2", 1, ("5",)),
+    ],
+)
+def test_devices_have_the_names_by_which_the_user_shows_them(
+    named: str | None, num_devices: int, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: num_devices)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert bench_module._devices() == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "prefill_tp", "decode_tp", "expected", "part"),
+    [
+        (("MIG-1",), 1, 1, ["MIG-1"] * 4, 0.225),
+        (("5", "3"), 1, 1, ["5", "3", "5", "3"], 0.45),
+        (("0", "1", "2", "3"), 2, 2, ["0,1", "2,3"] * 2, 0.45),
+        (("0", "1", "2", "3"), 2, 1, ["0,1", "2", "3,0", "1"], 0.45),
+    ],
 )
 def test_each_engine_gets_its_share_of_the_gpus(
-    devices: tuple[int, ...], tp_size: int, expected: list[str], part: float, tmp_path: Path
+    devices: tuple[str, ...],
+    prefill_tp: int,
+    decode_tp: int,
+    expected: list[str],
+    part: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    engines: list[Any] = []
+    monkeypatch.setattr(bench_module, "start_engine", lambda _name, engine, _folder: engines.append(engine))
+    monkeypatch.setattr(bench_module, "wait_until_ready", lambda *_, **__: None)
+    monkeypatch.setattr(Contestant, "warm_up", lambda _: None)
     chosen = settings(
         tmp_path,
         devices=devices,
-        prefill_tp=tp_size,
-        decode_tp=tp_size,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
         connectors=(KVFERRY, NIXL),
         cache_bytes=1 << 30,
     )
-    engines = [chosen.engine(KVFERRY, "kv_producer", index, 0) for index in range(4)]
+    bench_module._start(chosen, tmp_path, [], lambda _: None)
     assert [engine.variables["CUDA_VISIBLE_DEVICES"] for engine in engines] == expected
     assert [engine.gpu_memory for engine in engines] == pytest.approx([part] * 4)
     assert "--no-enforce-eager" in engines[0].arguments

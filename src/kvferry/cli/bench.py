@@ -80,13 +80,18 @@ class BenchSettings:
     dtype: str
     max_model_len: int
     cache_bytes: int
-    devices: tuple[int, ...]
+    devices: tuple[str, ...]
     arguments: tuple[str, ...] = ()
+
+    @property
+    def tp_sizes(self) -> list[int]:
+        """The tensor parallel sizes of all engines, in the order of their start."""
+        return _tp_sizes(self.connectors, self.prefill_tp, self.decode_tp)
 
     @property
     def num_engines(self) -> int:
         """The engines of all connectors: without one, the decode engine computes."""
-        return sum(len(CONNECTORS[name].roles) for name in self.connectors)
+        return len(self.tp_sizes)
 
     def token_bytes(self) -> int:
         """Return the bytes that a token adds to the caches of all layers with attention."""
@@ -116,14 +121,15 @@ class BenchSettings:
                     measured.append(cell)
         return measured, left_out
 
-    def engine(self, connector: str, role: Role, index: int, port: int) -> EngineSettings:
-        """Return the settings of an engine, which is number ``index`` of all; ``port`` is for its bootstrap server."""
+    def engine(self, connector: str, role: Role, ranks_before: int, port: int) -> EngineSettings:
+        """Return the settings of an engine, before which engines with so many ranks were started; ``port`` is for its
+        bootstrap server.
+        """
         tp_size = self.prefill_tp if role == "kv_producer" else self.decode_tp
         extra, variables = engine_needs(connector, role, port, TIER * self.cache_bytes)
         if self.devices:
-            first = index * tp_size
-            used = [self.devices[(first + rank) % len(self.devices)] for rank in range(tp_size)]
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, used))
+            used = [self.devices[(ranks_before + rank) % len(self.devices)] for rank in range(tp_size)]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(used)
         return EngineSettings(
             self.model,
             role=None if connector == NONE else role,
@@ -142,9 +148,7 @@ class BenchSettings:
     def _gpu_memory(self) -> float | None:
         if not self.devices:
             return None
-        roles = [role for name in self.connectors for role in CONNECTORS[name].roles]
-        num_ranks = sum(self.prefill_tp if role == "kv_producer" else self.decode_tp for role in roles)
-        return PART_OF_GPU / -(-num_ranks // len(self.devices))
+        return PART_OF_GPU / max(map(len, _ranks_by_device(self.tp_sizes, len(self.devices))))
 
 
 def bench(
@@ -208,9 +212,13 @@ def bench(
         lengths = tuple(None if text == LONGEST else _whole(text, "--tokens") for text in _parts(tokens))
         counts = tuple(_whole(text, "--at-once") for text in _parts(at_once))
         devices = _devices()
-        num_engines = sum(len(CONNECTORS[name].roles) for name in connectors)
-        num_caches = num_engines + TIER * sum(name in OFFLOADING and name != NONE for name in connectors)
-        cache_bytes = _cache_bytes(cache, num_engines if devices else num_caches, len(devices))
+        for option, tp_size in (("--prefill-tp", prefill_tp), ("--decode-tp", decode_tp)):
+            if devices and tp_size > len(devices):
+                problem = f"{option} {tp_size}: an engine would have more ranks than GPUs ({', '.join(devices)})."
+                raise SettingsError(Reason.INVALID_SETTING, problem, f"Use {len(devices)} at most.")
+        sizes = _tp_sizes(connectors, prefill_tp, decode_tp)
+        num_tiers = sum(name in OFFLOADING and name != NONE for name in connectors)
+        cache_bytes = _cache_bytes(cache, sizes, TIER * num_tiers, len(devices))
         arguments = _words(engine_arguments)
     with interrupted_by_signals(), folder_for(keep, console) as folder, console.status("making the model") as status:
         settings = BenchSettings(
@@ -314,10 +322,12 @@ def _start(
     from transformers import AutoConfig
 
     pairs: dict[str, list[Server]] = {}
+    num_ranks = 0
     ports = {name: free_port() for name in settings.connectors}
     for name in settings.connectors:
         for role in CONNECTORS[name].roles:
-            engine = settings.engine(name, role, len(servers), ports[name])
+            engine = settings.engine(name, role, num_ranks, ports[name])
+            num_ranks += engine.tensor_parallel_size
             server = start_engine(f"{name}-{'prefill' if role == 'kv_producer' else 'decode'}", engine, folder)
             servers.append(server)
             pairs.setdefault(name, []).append(server)
@@ -407,15 +417,40 @@ def _whole(text: str, option: str) -> int:
     return int(text)
 
 
-def _devices() -> tuple[int, ...]:
-    """Return the numbers of the CUDA devices that vLLM would use; none where it is built for CPUs."""
+def _devices() -> tuple[str, ...]:
+    """Return the CUDA devices that vLLM would use, by the names of CUDA_VISIBLE_DEVICES where that is set; none where
+    vLLM is built for CPUs.
+    """
     import torch
 
-    return tuple(range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
+    if not torch.cuda.is_available():
+        return ()
+    num_devices = torch.cuda.device_count()  # CUDA sees none after the first name that is none
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(map(str, range(num_devices)) if named is None else _parts(named)[:num_devices])
 
 
-def _cache_bytes(given: str | None, num_engines: int, num_devices: int) -> int:
-    """Return the bytes of an engine's cache: those given, or its share of half of the memory that is available."""
+def _tp_sizes(connectors: Sequence[str], prefill_tp: int, decode_tp: int) -> list[int]:
+    roles = [role for name in connectors for role in CONNECTORS[name].roles]
+    return [prefill_tp if role == "kv_producer" else decode_tp for role in roles]
+
+
+def _ranks_by_device(tp_sizes: Sequence[int], num_devices: int) -> list[list[int]]:
+    """Return the ranks of each device, which engines' ranks get in turns, each by the tensor parallel size of its
+    engine.
+
+    >>> _ranks_by_device([2, 1, 2, 1], 4)
+    [[2, 2], [2, 1], [1], [2]]
+    """
+    ranks = [tp_size for tp_size in tp_sizes for _ in range(tp_size)]
+    return [ranks[device::num_devices] for device in range(num_devices)]
+
+
+def _cache_bytes(given: str | None, tp_sizes: Sequence[int], num_tiers: int, num_devices: int) -> int:
+    """Return the bytes of an engine's cache: those given, or its share of half of the memory that is available.
+
+    On CPUs ``num_tiers`` more caches are of what is offloaded.
+    """
     if given is not None:
         try:
             return parse_bytes(given)
@@ -425,5 +460,6 @@ def _cache_bytes(given: str | None, num_engines: int, num_devices: int) -> int:
         import torch
 
         free, _ = torch.cuda.mem_get_info()
-        return int(PART_OF_MEMORY * free / -(-num_engines // num_devices))
-    return int(PART_OF_MEMORY * available_bytes() / num_engines)
+        caches = max(sum(1 / tp_size for tp_size in ranks) for ranks in _ranks_by_device(tp_sizes, num_devices))
+        return int(PART_OF_MEMORY * free / caches)
+    return int(PART_OF_MEMORY * available_bytes() / (len(tp_sizes) + num_tiers))
