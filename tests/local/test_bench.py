@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -571,6 +572,8 @@ def test_the_plot_is_a_picture(name: str, tmp_path: Path) -> None:
         (["--offload", "--prefill-tp", "2"], "there is no prefill engine"),
         (["--against", "MooncakeConnector,NixlPush"], "Did you mean 'NixlPushConnector'"),
         (["--tokens", "100,many"], "--tokens 'many' is no number"),
+        (["--tokens", ", "], "--tokens ', ' has no number"),
+        (["--tokens", "1"], "--tokens '1' is no number from 2 on"),
         (["--at-once", "0"], "--at-once '0' is no number"),
         (["--cache", "4 apples"], "--cache"),
         (["--engine-arguments", '--foo "'], "Close the quotes"),

@@ -61,6 +61,9 @@ CACHE_MARGIN = 1.25
 PART_OF_MEMORY = 0.5
 """Of the memory that is available, the most that all engines' caches take together."""
 PART_OF_GPU = 0.9
+SHORTEST = 2
+"""Tokens of a prompt, at least: the last one is always computed by the decode engine."""
+NUMBERS = "Write numbers with commas: 100,1000."
 FAILURES = (OSError, HTTPException, ValueError, LookupError, KVFerryError)
 """What a peer's engines may do to a client: end, break a stream, or answer with anything."""
 
@@ -95,9 +98,15 @@ class BenchSettings:
         return len(self.tp_sizes)
 
     def token_bytes(self) -> int:
-        """Return the bytes that a token adds to the caches of all layers with attention."""
+        """Return the bytes that a token adds to the caches of all layers with attention, over the ranks of an engine.
+
+        Of the prefill and the decode engine the one with more: ranks may hold the same heads, or all the latent.
+        Raises :class:`LayoutError` where the ranks cannot split the heads.
+        """
         layers = model_caches(self.model, self.dtype).layers
-        return sum(cache.page_bytes(1, 1) for layer in layers for cache in layer if isinstance(cache, AttentionCache))
+        caches = [cache for layer in layers for cache in layer if isinstance(cache, AttentionCache)]
+        sizes = (self.prefill_tp, self.decode_tp)
+        return max(tp_size * sum(cache.page_bytes(1, tp_size) for cache in caches) for tp_size in sizes)
 
     def tokens_in_cache(self) -> int:
         """Return the tokens that an engine's cache has room for, with a margin."""
@@ -111,8 +120,11 @@ class BenchSettings:
         measured, left_out = [], {}
         for tokens in lengths:
             for at_once in self.at_once:
-                cell = Cell(tokens, at_once)
-                if tokens + self.output_tokens > self.max_model_len:
+                cell = Cell(max(tokens, 0), at_once)
+                if tokens < SHORTEST:
+                    room = f"an engine takes {self.max_model_len} tokens (--max-model-len), its cache {fits} (--cache)"
+                    left_out[cell] = f"left out: {room}, answers have {self.output_tokens} (--output-tokens)."
+                elif tokens + self.output_tokens > self.max_model_len:
                     left_out[cell] = f"left out: the engines take {self.max_model_len} tokens (--max-model-len)."
                 elif (tokens + self.output_tokens) * at_once > fits:
                     needed = format_bytes((tokens + self.output_tokens) * at_once * token_bytes * CACHE_MARGIN)
@@ -210,8 +222,10 @@ def bench(
         if offload and prefill_tp > 1:
             problem = f"--prefill-tp {prefill_tp} with --offload: there is no prefill engine."
             raise SettingsError(Reason.INVALID_SETTING, problem, "Use --decode-tp.")
-        lengths = tuple(None if text == LONGEST else _whole(text, "--tokens") for text in _parts(tokens))
-        counts = tuple(_whole(text, "--at-once") for text in _parts(at_once))
+        lengths = tuple(
+            None if text == LONGEST else _whole(text, "--tokens", SHORTEST) for text in _some(tokens, "--tokens")
+        )
+        counts = tuple(dict.fromkeys(_whole(text, "--at-once", 1) for text in _some(at_once, "--at-once")))
         devices = _devices()
         for option, tp_size in (("--prefill-tp", prefill_tp), ("--decode-tp", decode_tp)):
             if devices and tp_size > len(devices):
@@ -260,7 +274,7 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
     }
     found: dict[tuple[str, Cell], list[Turn]] = {(name, cell): [] for cell in cells for name in settings.connectors}
     with running_servers(announce) as servers, ExitStack() as resumed:
-        contestants, problems = _start(settings, folder, servers, announce)
+        contestants, problems = _start(settings, folder, servers, announce) if cells else ([], {})
         for contestant in contestants:
             resumed.callback(contestant.resume)
         is_paused = len(os.sched_getaffinity(0)) < 2 * settings.num_engines
@@ -403,6 +417,12 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def _some(text: str, option: str) -> list[str]:
+    if not (parts := _parts(text)):
+        raise SettingsError(Reason.INVALID_SETTING, f"{option} {text!r} has no number.", NUMBERS)
+    return parts
+
+
 def _words(arguments: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(arguments))
@@ -411,10 +431,9 @@ def _words(arguments: str) -> tuple[str, ...]:
         raise SettingsError(Reason.INVALID_SETTING, problem, "Close the quotes.") from error
 
 
-def _whole(text: str, option: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 24:
-        problem = f"{option} {text!r} is no number above 0."
-        raise SettingsError(Reason.INVALID_SETTING, problem, "Write numbers with commas: 100,1000.")
+def _whole(text: str, option: str, least: int) -> int:
+    if not text.isdecimal() or not least <= int(text) < 1 << 24:
+        raise SettingsError(Reason.INVALID_SETTING, f"{option} {text!r} is no number from {least} on.", NUMBERS)
     return int(text)
 
 
