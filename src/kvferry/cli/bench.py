@@ -200,7 +200,8 @@ def bench(
     All engines are up at once, with the same model and flags; on GPUs each gets its share of a device. Prompts are
     fresh and go to the connectors in turns. On 2 cores the default takes about 15 minutes.
 
-    Exit code 1: a connector has no figure in some row, other than where it was left out for want of memory or time.
+    Exit code 1: a connector has no figure in some row, other than where it was left out for want of memory or time, or
+    the plot cannot be written.
 
     Try:
 
@@ -235,32 +236,38 @@ def bench(
         num_tiers = sum(name in OFFLOADING and name != NONE for name in connectors)
         cache_bytes = _cache_bytes(cache, sizes, TIER * num_tiers, len(devices))
         arguments = _words(engine_arguments)
-    with interrupted_by_signals(), folder_for(keep, console) as folder, console.status("making the model") as status:
-        settings = BenchSettings(
-            _model(model, folder),
-            connectors,
-            lengths,
-            counts,
-            turns,
-            60 * minutes,
-            output_tokens,
-            prefill_tp,
-            decode_tp,
-            dtype,
-            max_model_len,
-            cache_bytes,
-            devices,
-            arguments,
-        )
-        report = run(settings, model, folder, status.update)
-    report.print(console)
-    if plot is not None:
-        report.plot(plot)
-        console.print(f"The plot is {plot}.")
-    if json_output:
-        print(json.dumps(report.to_json(), indent=2))
-    if any(row.problem and not row.problem.startswith("left out") for row in report.rows):
-        raise typer.Exit(1)
+        with interrupted_by_signals(), folder_for(keep, console) as folder:
+            with console.status("making the model") as status:
+                settings = BenchSettings(
+                    _model(model, folder),
+                    connectors,
+                    lengths,
+                    counts,
+                    turns,
+                    60 * minutes,
+                    output_tokens,
+                    prefill_tp,
+                    decode_tp,
+                    dtype,
+                    max_model_len,
+                    cache_bytes,
+                    devices,
+                    arguments,
+                )
+                report = run(settings, model, folder, status.update)
+            report.print(console)
+            if json_output:
+                print(json.dumps(report.to_json(), indent=2))
+            failed = any(row.problem and not row.problem.startswith("left out") for row in report.rows)
+            if plot is not None:
+                try:
+                    report.plot(plot)
+                    console.print(f"The plot is {plot}.")
+                except OSError as error:  # not raised: standard output has its JSON already
+                    failed = True
+                    console.print(f"The plot {plot} cannot be written: {error.strerror or error}.", markup=False)
+            if failed:  # within the folder, which stays then: the problems name its logs
+                raise typer.Exit(1)
 
 
 def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -> BenchReport:
@@ -357,9 +364,12 @@ def _start(
             wait_until_ready(pair, on_progress=lambda server, age: announce(f"{server}: starting, {age:.0f} s"))
             contestant.warm_up()
         except FAILURES as error:
-            if name == settings.connectors[0]:
-                raise
             told = cause_of_end(pair) or str(error)[-600:] or repr(error)
+            if name == settings.connectors[0]:
+                if isinstance(error, LaunchError):
+                    raise
+                problem = f"{name}: its engines do not answer: {told}"
+                raise LaunchError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.") from error
             problems[name] = f"its engines do not {'start' if isinstance(error, LaunchError) else 'answer'}: {told}"
             stop_servers(pair)
             continue
