@@ -509,11 +509,13 @@ def test_a_peer_that_does_not_start_or_answer_has_a_reason_and_is_stopped(
 
 
 def test_an_interrupt_does_not_wait_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    over, ended = threading.Event(), list[bool]()
+    begun, over, ended = threading.Event(), threading.Event(), list[bool]()
 
     def request(_self: Contestant, prompt: list[int], _seconds: float) -> Any:
         if prompt == prompts[0]:
+            begun.wait(20)
             raise KeyboardInterrupt
+        begun.set()
         ended.append(over.wait(20))
 
     monkeypatch.setattr(Contestant, "_request", request)
@@ -621,7 +623,10 @@ def test_the_plot_is_a_picture(name: str, tmp_path: Path) -> None:
         (["--model", "kv-hevy"], "Did you mean 'kv-heavy'"),
     ],
 )
-def test_wrong_options_are_refused_before_an_engine_starts(options: list[str], said: str) -> None:
+def test_wrong_options_are_refused_before_an_engine_starts(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(bench_module, "run")
     found = CliRunner().invoke(app, ["bench", *options])
     assert found.exit_code != 0
     assert said in str(found.exception), found.output
