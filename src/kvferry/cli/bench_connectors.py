@@ -18,6 +18,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -187,7 +188,7 @@ class Contestant:
         where the decode engine computed every prompt itself.
         """
         prompts = self.generator.integers(0, self.vocabulary_size, (cell.at_once, cell.tokens)).tolist()
-        with ThreadPoolExecutor(cell.at_once) as pool:
+        with _threads(cell.at_once) as pool:
 
             def answers() -> tuple[tuple[Request, ...], list[list[int]]]:
                 requests, tokens = zip(*pool.map(lambda prompt: self._request(prompt, seconds), prompts), strict=True)
@@ -256,7 +257,7 @@ class Contestant:
                 to_decode = self._source | {"remote_request_id": request_id}
                 answer = self._at_once(prompt, OFFER, to_decode, request_id, seconds)
         times, tokens = [when for when, _ in answer], [token for _, token in answer]
-        if len(times) < 2:
+        if len(times) != self.output_tokens:
             problem = f"{self.name}: the decode engine sent {len(times)} tokens of {self.output_tokens}."
             raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.")
         token_seconds = (times[-1] - times[0]) / (len(times) - 1)
@@ -307,6 +308,19 @@ class Contestant:
         if params is not None:
             body["kv_transfer_params"] = params
         return list(_timed_tokens(_post(f"{self.decode.url}{COMPLETIONS}", body, request_id, seconds)))
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield threads that end at the exit, except at an interrupt: their requests then end with the engines."""
+    pool, waits = ThreadPoolExecutor(number), True
+    try:
+        yield pool
+    except BaseException as error:
+        waits = isinstance(error, Exception)
+        raise
+    finally:
+        pool.shutdown(wait=waits, cancel_futures=not waits)
 
 
 def bootstrapped(port: int) -> dict[str, Any]:

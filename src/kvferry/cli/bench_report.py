@@ -76,7 +76,7 @@ class Row:
     whole_ms: float | None = None
     """From the prefill request to the first token of the decode engine."""
     slowest_ms: float | None = None
-    """The slowest request's first token."""
+    """The slowest request's time from the prefill request to that token."""
     token_ms: float | None = None
     requests_per_second: float | None = None
     wait_ms: float | None = None
@@ -101,7 +101,7 @@ class Row:
             len(turns),
             first_token_ms=1e3 * median(each.first_token_seconds for each in requests),
             whole_ms=1e3 * median(each.prefill_seconds + each.first_token_seconds for each in requests),
-            slowest_ms=1e3 * max(each.first_token_seconds for each in requests),
+            slowest_ms=1e3 * max(each.prefill_seconds + each.first_token_seconds for each in requests),
             token_ms=1e3 * median(each.token_seconds for each in requests),
             requests_per_second=median(len(turn.requests) / turn.seconds for turn in turns),
             computed_tokens=median(each.computed_tokens for each in moved) / cell.at_once,
@@ -181,7 +181,7 @@ class BenchReport:
                 console.print(f"{row.connector}, {cell}: {row.problem}", markup=False)
         console.print(
             "Medians. TTFT: from the prefill request to the decode engine's first token; decode: from the decode "
-            "request; worst: of one request. ITL: between tokens. wait: from a load's order to its end; move: of its "
+            "request; worst: the longest TTFT. ITL: between tokens. wait: from a load's order to its end; move: of its "
             "bytes; both by the connector's metrics, for each rank. ratio: kvferry's TTFT by this one. none: the "
             "decode engine computes the prompt.",
             style="dim",
@@ -224,7 +224,11 @@ def check_plot(path: Path) -> None:
     """Raise :class:`SettingsError` where no such file can be drawn: another ending, no folder, no matplotlib."""
     if path.suffix not in PLOTS:
         problem = f"--plot {path}: a plot is a file that ends in {' or '.join(PLOTS)}."
-        raise SettingsError(Reason.INVALID_SETTING, problem, f"Name {path.with_suffix('.svg')}.")
+        raise SettingsError(
+            Reason.INVALID_SETTING, problem, f"Name {path.with_suffix('.svg') if path.name else 'bench.svg'}."
+        )
+    if path.is_dir():
+        raise SettingsError(Reason.INVALID_SETTING, f"--plot {path} is a folder.", "Name a file.")
     if not path.absolute().parent.is_dir():
         problem = f"--plot {path}: there is no folder {path.absolute().parent}."
         raise SettingsError(Reason.INVALID_SETTING, problem, "Make the folder, or name a file in one that exists.")

@@ -73,7 +73,7 @@ def check(
     keys: Annotated[Path | None, typer.Option(help="A folder of keys that the engines trust.")] = None,
     prompt: Annotated[bool, typer.Option("--prompt/--no-prompt", help="Send one prompt through.")] = True,
     timeout: Annotated[
-        float, typer.Option(help="Seconds for each answer of a server, and for the plan.", min=0.1, max=86400)
+        float, typer.Option(help="Seconds for each answer of a server, the plan, and all ports.", min=0.1, max=86400)
     ] = 60.0,
     api_key: Annotated[
         str, typer.Option(help="vLLM's --api-key.", envvar="VLLM_API_KEY", show_default=False, show_envvar=True)

@@ -5,6 +5,7 @@ then decide here, so that this never says yes where an engine says no.
 """
 
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -288,7 +289,7 @@ def judge(prefill: Side, decode: Side, seconds: float = 120.0) -> Verdict:
     for refusal in errors:
         if refusal.message not in known:
             verdict.problems.append(Problem(refusal, options_named(refusal, prefill.facts, decode.facts)))
-    for closed, is_certain in _closed_ports(prefill, decode):
+    for closed, is_certain in _closed_ports(prefill, decode, seconds):
         if is_certain:
             verdict.problems.append(Problem(closed))
         else:
@@ -486,12 +487,13 @@ def _route(transport: str, sources: Sequence[Shard], plans: Sequence[tuple[Shard
     return Route(transport, tokens, num_bytes, counts[Blocks.SCATTERED], counts[Blocks.CONTIGUOUS], num_pairs)
 
 
-def _closed_ports(prefill: Side, decode: Side) -> Iterator[tuple[HandoffError, bool]]:
-    """Yield the ports of ranks that take no connection of this process.
+def _closed_ports(prefill: Side, decode: Side, seconds: float) -> Iterator[tuple[HandoffError, bool]]:
+    """Yield the ports of ranks that take no connection of this process, and those that it does not try.
 
     It is certain that the other engine gets none where that engine runs on this host; elsewhere a firewall may tell the
-    two apart.
+    two apart. No connection begins after ``seconds``.
     """
+    until, num_untried = time.monotonic() + seconds, 0
     for side, other in ((prefill, decode), (decode, prefill)):
         places = {(rank.answers_at.host, rank.answers_at.port): None for rank in side.ranks}
         if side is prefill:
@@ -499,9 +501,17 @@ def _closed_ports(prefill: Side, decode: Side) -> Iterator[tuple[HandoffError, b
         for host, port in places:
             if is_loopback(host) and not side.is_on_this_host:
                 continue
+            if time.monotonic() >= until:
+                num_untried += 1
+                continue
             try:
-                connects_to(host, port)
+                num_untried += not connects_to(_addresses_to_try(side, host, port), port, until)
             except (OSError, KVFerryError) as error:
+                if isinstance(error, KVFerryError) and error.reason is Reason.PERMISSION_DENIED:
+                    what = f"port {port} of {host}, where the {side.server.name} says that it answers, was not tried: "
+                    what += "without keys this command connects to this machine and to the hosts of the URLs."
+                    yield HandoffError(Reason.PERMISSION_DENIED, what, "Run it with --keys."), False
+                    continue
                 where = f"{in_url(host)}:{port}"
                 yield (
                     HandoffError(
@@ -512,16 +522,34 @@ def _closed_ports(prefill: Side, decode: Side) -> Iterator[tuple[HandoffError, b
                     ),
                     other.is_on_this_host,
                 )
+    if num_untried:
+        what = f"{num_untried} ports of ranks were not tried: {seconds:g} s were over."
+        yield HandoffError(Reason.DEADLINE_EXCEEDED, what, "Raise --timeout."), False
 
 
-def connects_to(host: str, port: int) -> None:
-    """Connect to an address of a host and close the connection. Raises ``OSError``, :class:`HandoffError`."""
+def _addresses_to_try(side: Side, host: str, port: int) -> list[str]:
+    """Return the addresses of a host that an engine names. Without keys anybody may have named it.
+
+    Raises :class:`HandoffError`: permission-denied where the engine's answers may not lead there, peer-unreachable for
+    an unknown name.
+    """
+    own = [address for address in look_up(host, port) if _own(address)]
+    return own or side.trust.addresses_named_by_peers(host, port)
+
+
+def connects_to(addresses: Sequence[str], port: int, until: float) -> bool:
+    """Connect to one of a host's addresses and close the connection; return False where the time was over before.
+
+    Raises ``OSError`` where no address takes a connection.
+    """
     refused: OSError | None = None
-    for address in look_up(host, port):
+    for address in addresses:
+        if time.monotonic() >= until:
+            return False
         try:
             socket.create_connection((address, port), CONNECT_SECONDS).close()
         except OSError as error:
             refused = error
         else:
-            return
+            return True
     raise refused or OSError("the name has no address")

@@ -245,6 +245,9 @@ class Prompts:
         sent.compared_bytes = decode.total("kvferry:compared_bytes")
         if loads > num_ranks:
             sent.unknown.append(f"{loads - num_ranks} loads of others ended meanwhile: sums have them too.")
+        if failed := round(decode.added(FAILED_LOADS)):
+            reasons = ", ".join(decode.reasons())
+            sent.unknown.append(f"{failed} loads failed meanwhile ({reasons}): this prompt's may be one of them.")
 
 
 def release(prefill: Side, params: object) -> None:

@@ -113,7 +113,8 @@ def clear(
         with errors_of(directory):
             num_bytes = sum(map(opened.occupied_bytes, names))
         if not yes:
-            typer.confirm(f"Remove {len(names)} segments of {format_bytes(num_bytes)} in {directory}?", abort=True)
+            question = f"Remove {len(names)} segments of {format_bytes(num_bytes)} in {directory}?"
+            typer.confirm(question, abort=True, err=True)
         for name in names:
             with errors_of(directory / name):
                 opened.remove_segment(name)

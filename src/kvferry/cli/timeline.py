@@ -73,13 +73,32 @@ def _draw(opened: list[Log], found: Found, wanted: Wanted, trace: Path | None, h
 
 
 def _check_output(trace: Path | None, html: Path | None, logs: list[Log]) -> None:
-    """Raise :class:`KVFerryError` (invalid-request) where output would replace a log, or other output."""
-    outputs = [path.resolve() for path in (trace, html) if path is not None]
-    taken = {log.path for log in logs}
-    for path in outputs:
-        if path in taken or outputs.count(path) > 1:
+    """Raise :class:`KVFerryError` (invalid-request) where output would replace a log, other output, or what is no
+    file.
+    """
+    taken = {log.path.resolve() for log in logs}
+    for path in (each for each in (trace, html) if each is not None):
+        try:
+            if path.exists() and not path.is_file():
+                what = f"{str(path)!r} is to be written, and is no file."
+                raise KVFerryError(Reason.INVALID_REQUEST, what, "Name another file.")
+            files = {path.resolve(), _part_of(path).resolve()}
+        except (OSError, RuntimeError) as error:  # of links in a circle
+            raise _cannot_write(path, error) from error
+        if taken & files:
             what = f"{str(path)!r} is to be written, and is a log or other output of this command."
             raise KVFerryError(Reason.INVALID_REQUEST, what, "Name another file.")
+        taken |= files
+
+
+def _part_of(path: Path) -> Path:
+    """Return the name that an output has until it is whole."""
+    return path.with_name(f"{path.name}.part")
+
+
+def _cannot_write(path: Path, error: Exception) -> KVFerryError:
+    what = f"{str(path)!r} cannot be written: {getattr(error, 'strerror', None) or error}."
+    return KVFerryError(Reason.INVALID_REQUEST, what, "Name a file in a folder that exists and has room.")
 
 
 @contextmanager
@@ -90,14 +109,13 @@ def _written(path: Path | None) -> Iterator[TextIO | None]:
     if path is None:
         yield None
         return
-    part = path.with_name(f"{path.name}.part")
+    part = _part_of(path)
     try:
         with part.open("w", encoding="utf-8", errors="replace") as file:
             yield file
         part.replace(path)
     except OSError as error:
-        what = f"{str(path)!r} cannot be written: {error.strerror}."
-        raise KVFerryError(Reason.INVALID_REQUEST, what, "Name a file in a folder that exists and has room.") from error
+        raise _cannot_write(path, error) from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -123,6 +141,8 @@ def notes(found: Found, logs: list[Log]) -> list[str]:
     if len(clocks) == 1:
         told.append("All ranks share one clock.")
     for clock in clocks[1:]:
+        if clock["boot"] not in found.worst:
+            continue  # nothing of this clock is drawn
         uncertain = clock["uncertain_seconds"]
         so = "aligned by the time of day, since messages bound one side at most: it may be off by any time"
         if uncertain is not None:

@@ -27,6 +27,8 @@ PHASES = ("find", "announce", "post", "move", "confirm", "next_step")
 
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 """Seconds: of a monotonic or wall clock, or how long something took."""
+Difference = Annotated[float, msgspec.Meta(ge=-1e11, le=1e11)]
+"""Seconds between two times; below 0 where the clocks of two hosts have drifted apart."""
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
@@ -51,7 +53,7 @@ class LoadEvents(msgspec.Struct, frozen=True):
     announced_at: dict[str, Time]
     done_at: dict[str, Time]
     committed_at: Time | None
-    phases: dict[str, float] | None
+    phases: dict[str, Difference] | None
 
     def __post_init__(self) -> None:
         _ordered(self.ordered_at, min(self.announced_at.values(), default=self.ordered_at))
@@ -72,7 +74,7 @@ class Load(msgspec.Struct, frozen=True):
     transport: str = ""
     wait_seconds: Time = 0.0
     compare_seconds: Time = 0.0
-    phases: dict[str, float] | None = None
+    phases: dict[str, Difference] | None = None
     error: str | None = None
     message: str | None = None
     events: LoadEvents | None = None
