@@ -20,6 +20,7 @@ from typing import Any
 
 from kvferry.handoff.wire.trust import make_keys
 from kvferry.harness.launch import (
+    API_SERVER,
     EngineSettings,
     Server,
     cache_usage,
@@ -204,7 +205,16 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8-reference": ("fp8", {"role": None, "cores": BOTH_CORES}),
     "fp8-tp1": ("fp8", {}),
     "fp8-tp2": ("fp8", {"tensor_parallel_size": 2}),
-    "gqa-block64": ("gqa", {"block_size": 64, "cores": LAST_CORE, "connector_module": CONNECTORS["KVFerryConnector"]}),
+    # Its workers start anew, as on a CPU without these tests: the connector comes too late for their layout.
+    "gqa-block64": (
+        "gqa",
+        {
+            "program": API_SERVER,
+            "block_size": 64,
+            "cores": LAST_CORE,
+            "connector_module": CONNECTORS["KVFerryConnector"],
+        },
+    ),
     "gemma-chunked": ("gemma", {"tensor_parallel_size": 2, "arguments": CHUNKED}),
     "gemma-layers": ("gemma", {"layers_per_span": 2, "cores": LAST_CORE}),
     "gemma-reference": ("gemma", {"role": None, "cores": BOTH_CORES}),

@@ -240,8 +240,8 @@ def test_random_forgeries_give_right_tokens_or_an_error(handoffs: Handoffs, pair
         assert answer["token_ids"] == expected, "a forgery has left bytes in the prefix cache"
     let_go(handoffs.decode, other_prompt, theirs)
     print(f"\n{sum(seen.values())} forgeries: {dict(seen)}", end="")
-    assert num_refused > 5
-    assert num_failed > 5
+    assert num_refused > 2
+    assert num_failed > 2
 
 
 @on_a_pair
