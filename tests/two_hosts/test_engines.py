@@ -71,10 +71,11 @@ NEXT = random_prompts(seed=64, count=4, shortest=60, longest=600)
 
 SHORT_SECONDS = 3.0
 FREE_SECONDS = 75.0
-SERVED_SECONDS = 90.0
 """Within which a decode engine whose link was cut has its blocks back: docs/failures.md, a load's deadline, 10 s, and
 the fence.
 """
+SERVED_SECONDS = 90.0
+"""Within which loads work again after data had no way while messages had one."""
 RENEWED_SECONDS = 15.0
 """Within which a prefill engine whose link is back has its blocks back: 10 s after the last renewal."""
 FAULTS: dict[str, Callable[[VirtualHost], AbstractContextManager[None]]] = {"unplugged": unplugged, "dropped": dropped}
