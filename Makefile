@@ -46,7 +46,7 @@ test-models: setup ## The part of test-matrix about published models; writes doc
 	@KVFERRY_MATRIX=build/models $(PYTEST) $(MODELS) $(ARGS); status=$$?; \
 	$(VENV_PYTHON) -m tests.models_document build/models && exit $$status
 
-test-chaos: setup ## Engines killed, stopped and cut off under load, with every flow of a router, and a rolling restart (about 55 minutes on 2 cores)
+test-chaos: setup ## Engines killed, stopped and cut off under load, with every flow of a router, and a rolling restart (about 35 minutes on 2 cores)
 	@KVFERRY_CHAOS=1 $(PYTEST) tests/host/vllm/chaos tests/local/test_chaos_relay.py $(ARGS)
 
 test-versions: setup ## vLLM 0.30, 0.31 and 0.32, each in an environment of its own, and pairs of two of them (about 40 minutes, 8 GB)
