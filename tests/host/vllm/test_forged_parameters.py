@@ -22,7 +22,8 @@ PAIR = Pair("gqa-forged", "gqa-tp1-other", "gqa-tp1")
 on_a_pair = pytest.mark.parametrize(
     "pair", [pytest.param(PAIR, id=PAIR.name, marks=pytest.mark.engines(PAIR.prefill, PAIR.decode))]
 )
-NUM_TOKENS, RANDOM_SECONDS = 300, 60.0 if ALL_PAIRS else 20.0
+NUM_TOKENS, LONGEST_SECONDS = 300, 60.0
+RANDOM_SECONDS = LONGEST_SECONDS if ALL_PAIRS else 20.0
 LEAST_FORGERIES = int(os.environ.get("KVFERRY_FORGERIES", "0"))
 """Random ones, however long they take."""
 AT_ONCE_SECONDS = 2.0
@@ -218,7 +219,11 @@ def test_random_forgeries_give_right_tokens_or_an_error(handoffs: Handoffs, pair
     theirs = handoffs.prefill.prefill(other_prompt)
     salts: list[str] = []
     began = time.monotonic()
-    while time.monotonic() - began < RANDOM_SECONDS or len(salts) < LEAST_FORGERIES:
+    while (
+        (took := time.monotonic() - began) < RANDOM_SECONDS
+        or len(salts) < LEAST_FORGERIES
+        or (took < LONGEST_SECONDS and min(num_refused, num_failed) <= 5)
+    ):
         ours, salt = handoffs.prefill.prefill(prompt), fresh_salt()
         with suppress(ValueError, TypeError, IndexError, KeyError):
             forged = random_forgery(copied(ours), copied(theirs), numbers)
@@ -240,8 +245,8 @@ def test_random_forgeries_give_right_tokens_or_an_error(handoffs: Handoffs, pair
         assert answer["token_ids"] == expected, "a forgery has left bytes in the prefix cache"
     let_go(handoffs.decode, other_prompt, theirs)
     print(f"\n{sum(seen.values())} forgeries: {dict(seen)}", end="")
-    assert num_refused > 2
-    assert num_failed > 2
+    assert num_refused > 5
+    assert num_failed > 5
 
 
 @on_a_pair

@@ -75,7 +75,7 @@ def _harm(event: Event, scene: Scene, row: Row) -> None:
     scene.restore()
     failed_before, ended_before = scene.failed_loads(), scene.ended_holds()
     if event.bytes_per_second is not None:
-        scene.set_speed(scene.prefill, event.bytes_per_second)
+        scene.set_speed(event.bytes_per_second)
     load = Load(scene.clients, event.prompts, event.max_tokens, event.deadline_seconds, event.at_once, event.times)
     row.responses = load.responses
     with load:
@@ -92,7 +92,7 @@ def _harm(event: Event, scene: Scene, row: Row) -> None:
 
 def _recover(event: Event, scene: Scene, row: Row) -> None:
     if event.bytes_per_second is not None:
-        scene.set_speed(scene.prefill, BYTES_PER_SECOND)
+        scene.set_speed(BYTES_PER_SECOND)
     scene.restore()
     row.served_after = scene.wait_until_served()
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(NUM_AFTERWARDS)]

@@ -210,7 +210,8 @@ class Scene:
         servers = [side.start() for side in dead]
         wait_until_ready(servers, timeout_seconds=400)
         for side in dead:
-            self.set_speed(side, BYTES_PER_SECOND)
+            if side is self.prefill:
+                self.set_speed(BYTES_PER_SECOND)
             side.relay.open(listening_ports(side.process_ids()) - {side.port})
 
     def loads(self) -> list[dict[str, Any]]:
@@ -232,10 +233,9 @@ class Scene:
         log = self.prefill.alive.server.process.log_path.read_text(errors="replace")
         return Counter({name: log.count(text) for name, text in ENDED.items() if text in log})
 
-    def set_speed(self, side: Side, bytes_per_second: int) -> None:
+    def set_speed(self, bytes_per_second: int) -> None:
         """Let the prefill engine's transport move so many bytes of each submission; only while it moves none."""
-        if side is self.prefill:
-            side.alive.set_faults({"bytes_per_second": bytes_per_second})
+        self.prefill.alive.set_faults({"bytes_per_second": bytes_per_second})
 
     def start_router(self) -> None:
         """Start the router at its address."""
