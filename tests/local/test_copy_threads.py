@@ -1,5 +1,6 @@
 """Copies on several threads: after the end of ``run`` no thread copies any more, also after an error."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,3 +73,13 @@ def test_started_copies_have_ended_when_no_further_thread_can_start(
     with pytest.raises(RuntimeError, match="new thread"):
         threads.run([slow, slow, lambda: "own"])
     assert slow.has_ended
+
+
+def test_other_threads_use_the_cores_that_the_calling_thread_has_now(threads: CopyThreads) -> None:
+    every = os.sched_getaffinity(0)
+    try:
+        for cores in ({min(every)}, every, {max(every)}):
+            os.sched_setaffinity(0, cores)
+            assert threads.run([lambda: os.sched_getaffinity(0)] * 3) == [cores] * 3
+    finally:
+        os.sched_setaffinity(0, every)

@@ -517,6 +517,31 @@ def test_the_thread_runs_on_the_cores_it_was_given() -> None:
         executor.close()
 
 
+def test_the_cores_that_compute_copy_too_while_the_engine_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, *others = sorted(os.sched_getaffinity(0))
+    executor = Executor(cores=[core], compute_cores=others)
+
+    def use(cores: set[int]) -> None:
+        executor.wake()
+        wait_until(lambda: not executor._orders and os.sched_getaffinity(executor._thread.native_id or 0) == cores)
+
+    try:
+        use({core})
+        executor.end_step()
+        time.sleep(executor_module.IDLE_SECONDS)
+        use({core, *others})
+        executor.begin_step()
+        use({core})
+        # The next step is likely to follow at once.
+        monkeypatch.setattr(executor_module, "IDLE_SECONDS", 60.0)
+        executor.end_step()
+        executor.wake()
+        time.sleep(0.05)
+        use({core})
+    finally:
+        executor.close()
+
+
 @pytest.mark.parametrize("core", [1 << 12, 1 << 40, -1])
 def test_cores_that_do_not_exist_are_refused_at_the_start(core: int) -> None:
     with pytest.raises(SettingsError) as caught:

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import math
 import os
 import sys
 import threading
@@ -32,6 +33,9 @@ SWITCH_SECONDS = 0.0005
 """How long a thread that computes in Python may keep the interpreter from the threads that wait for it. A load passes
 through four such threads, and with Python's 5 ms each of them waits for so long beside a step."""
 _PR_SET_TIMERSLACK = 29
+IDLE_SECONDS = 0.005
+"""How long an engine has computed nothing before its compute cores copy, too: sampling follows a step, steps follow
+each other."""
 QUIET_SECONDS = 10.0
 """How long the transfers of a job that was given up may take to end before the job is reported."""
 MAX_REPORTS = 4096
@@ -158,8 +162,9 @@ class Executor:
 
     The engine's thread submits and collects; neither call blocks. Only the executor's thread uses the transports of
     the jobs. Whenever the set of jobs changes that were given up :data:`QUIET_SECONDS` ago and whose transfers have not
-    ended, the thread calls ``report_still_writing`` with their ids. Raises :class:`SettingsError` (invalid-setting)
-    where the thread cannot run on ``cores``.
+    ended, the thread calls ``report_still_writing`` with their ids. The thread may run on ``cores``, and on
+    ``compute_cores`` while the engine computes nothing, from :meth:`end_step` to :meth:`begin_step`. Raises
+    :class:`SettingsError` (invalid-setting) where the thread cannot run on ``cores``.
 
     All threads of the process switch within :data:`SWITCH_SECONDS` from now on.
     """
@@ -169,10 +174,14 @@ class Executor:
         cores: Iterable[int] = (),
         order: DeviceOrder = HOST,
         report_still_writing: Callable[[frozenset[str]], None] = lambda _: None,
+        compute_cores: Iterable[int] = (),
     ) -> None:
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
         self._order = order
         self._cores = set(cores)
+        self._all_cores = self._cores | set(compute_cores)
+        self._used_cores = self._cores
+        self._idle_at = math.inf
         # Jobs and changes share one queue, so that a cancellation never overtakes its job.
         self._orders: Inbox[Job | Change | None] = Inbox()
         self._results: Inbox[JobResult] = Inbox()
@@ -210,6 +219,14 @@ class Executor:
     def wake(self) -> None:
         """Advance the jobs at once: an event has come that a job may wait for."""
         self._orders.put(None)
+
+    def begin_step(self) -> None:
+        """The engine is about to compute."""
+        self._idle_at = math.inf
+
+    def end_step(self) -> None:
+        """The engine has launched all that it computes for now."""
+        self._idle_at = time.monotonic() + IDLE_SECONDS
 
     def collect(self, wait_seconds: float = 0.0) -> list[JobResult]:
         """Return the results since the last call; where there is none, wait at most ``wait_seconds`` for the first."""
@@ -257,10 +274,17 @@ class Executor:
             self._moved_at = time.monotonic()
         for order in self._orders.take():
             self._take(order)
+        self._choose_cores()
         if self._active and not self._advance():
             self._wait()
         else:
             self._moved_at = time.monotonic()
+
+    def _choose_cores(self) -> None:
+        cores = self._all_cores if time.monotonic() >= self._idle_at else self._cores
+        if cores != self._used_cores:
+            os.sched_setaffinity(0, cores)
+            self._used_cores = cores
 
     def _wait(self) -> None:
         """Sleep ever longer, but for less long where transfers run, or until an order comes."""

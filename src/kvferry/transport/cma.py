@@ -48,7 +48,7 @@ MAX_THREADS = 4
 MAX_RANGES_PER_CALL = 1024  # the kernel's UIO_MAXIOV, for local and for remote ranges
 # Some milliseconds of copying, so that the calling thread can do other work in between. Not less: every poll ends with
 # a wait for the interpreter, which takes about half a millisecond inside an engine.
-MAX_BYTES_PER_SHARE = 64 << 20
+MAX_BYTES_PER_POLL = 64 << 20
 MAX_RANGES_PER_SHARE = 8 * MAX_RANGES_PER_CALL
 # A millisecond of copying: less is not worth waking a thread.
 MIN_BYTES_PER_THREAD = 4 << 20
@@ -67,7 +67,8 @@ _ARGUMENTS = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ct
 class CopyThreads:
     """Runs calls that release the interpreter in parallel: the last on the calling thread, which waits for all.
 
-    The threads start on first use, with the cores and the scheduling priority of the calling thread.
+    The threads start on first use. They run on the cores of the calling thread, which may change, with its scheduling
+    priority.
 
     >>> threads = CopyThreads()
     >>> threads.run([lambda: "one", lambda: "two"])
@@ -88,7 +89,9 @@ class CopyThreads:
         *others, last = calls
         futures: list[Future[Result]] = []
         try:
-            futures.extend(self._started_pool().submit(call) for call in others)
+            if others:
+                cores = os.sched_getaffinity(0)
+                futures.extend(self._started_pool().submit(_on, cores, call) for call in others)
             result = last()
         finally:
             # The caller may reuse the memory as soon as this method raises.
@@ -106,6 +109,11 @@ class CopyThreads:
             scheduling = os.sched_getscheduler(0), os.sched_getparam(0)
             self._pool = ThreadPoolExecutor(MAX_THREADS - 1, "kvferry-copy", _schedule, scheduling)
         return self._pool
+
+
+def _on(cores: set[int], call: Callable[[], Result]) -> Result:
+    os.sched_setaffinity(0, cores)
+    return call()
 
 
 def _schedule(policy: int, parameters: os.sched_param) -> None:
@@ -167,7 +175,7 @@ class CmaTransfer(Transfer):
 
 
 class CmaTransport(RegisteredMemoryTransport):
-    """Moves bytes in ``poll``: per copying thread at most 8192 ranges or 64 MiB, per system call 1024 ranges.
+    """Moves bytes in ``poll``: at most 64 MiB, and 8192 ranges per copying thread; per system call 1024 ranges.
 
     Several threads copy a large transfer while ``poll`` waits: one core alone does not reach the memory's bandwidth,
     since the kernel pins each small page, of which 70 MB have 18,000.
@@ -285,7 +293,7 @@ def _shares(transfer: CmaTransfer, num_threads: int) -> list[tuple[int, int]]:
     """Return the next (start, stop) positions to copy in parallel, in order and without gaps."""
     start = transfer.bytes_done
     fair = -(-(transfer.num_bytes - start) // num_threads)
-    share = min(max(fair, MIN_BYTES_PER_THREAD), MAX_BYTES_PER_SHARE)
+    share = min(max(fair, MIN_BYTES_PER_THREAD), MAX_BYTES_PER_POLL // num_threads)
     shares: list[tuple[int, int]] = []
     while len(shares) < num_threads and start < transfer.num_bytes:
         stop = _reach(transfer, start, min(start + share, transfer.num_bytes), MAX_RANGES_PER_SHARE)

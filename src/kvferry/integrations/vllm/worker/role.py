@@ -4,6 +4,7 @@ Its source part writes prompts out of the cache, its destination part has others
 """
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -296,7 +297,9 @@ class WorkerRole:
             identity=identity,
             end_points=end_points,
             transports=self._transports,
-            executor=Executor(cores_that_do_not_compute(), self._order, self._report_still_writing),
+            executor=Executor(
+                cores_that_do_not_compute(), self._order, self._report_still_writing, os.sched_getaffinity(0)
+            ),
             order=self._order,
             source_engines=SourceEngines(
                 shard,
@@ -343,6 +346,7 @@ class WorkerRole:
         self._engine = orders.engine
         if self._rank is None or self._source is None or self._destination is None:
             return
+        self._rank.executor.begin_step()
         for rank, request_id in orders.quarantined:
             if rank == self._index:
                 self._rank.executor.quarantine(request_id)
@@ -393,6 +397,8 @@ class WorkerRole:
             (self._failed_turns if order.is_optional else failed).add(order.request_id)
         self._refused.clear()
         seconds = wait_seconds if wait_seconds and not received and self._orders else 0.0
+        if self._rank is not None:
+            self._rank.executor.end_step()
         for result in self._rank.executor.collect(seconds) if self._rank is not None else ():
             if result.job_id not in self._orders:
                 # A write of this rank, which has reported it to the destination.
