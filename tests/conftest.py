@@ -3,6 +3,7 @@
 Where KVFERRY_MATRIX names a folder, the results of the tests of pairs and of refusals are written to it.
 """
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,19 @@ mooncake_libraries.make_loadable()
 # A busy machine is slow, and that is no failure.
 settings.register_profile("kvferry", deadline=None)
 settings.load_profile("kvferry")
+
+
+# Imports and the tests themselves are a million objects, which stay: nothing is gained by looking through them again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

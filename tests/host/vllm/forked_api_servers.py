@@ -5,7 +5,6 @@ in a process of its own, and the supervisor forks the API server: so a server en
 """
 
 import ctypes
-import gc
 import json
 import os
 import select
@@ -170,7 +169,6 @@ if __name__ == "__main__":
     import imported_engine  # noqa: F401
     from vllm.entrypoints.launchers.api_server.entry import main
 
-    gc.freeze()
     is_server = False
     try:
         serve_forks(socket.socket(fileno=int(sys.argv[1])))

@@ -1,8 +1,10 @@
 """What every forked engine needs: imported once, before the fork."""
 
+import gc
 import os
 import re
 
+gc.disable()  # the imports make a million objects, which stay
 # libgomp reads this when torch loads it. Threads that it had started here, a fork would not have.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -34,3 +36,5 @@ def _bind_to_cores() -> None:
 
 
 os.register_at_fork(after_in_child=_bind_to_cores)
+gc.freeze()
+gc.enable()
