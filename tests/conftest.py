@@ -32,7 +32,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()
+    gc.unfreeze()  # else nanobind takes what is left at the end for leaks
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """What every forked engine needs: imported once, before the fork."""
 
+import atexit
 import gc
 import os
 import re
@@ -37,4 +38,5 @@ def _bind_to_cores() -> None:
 
 os.register_at_fork(after_in_child=_bind_to_cores)
 gc.freeze()
+atexit.register(gc.unfreeze)  # else nanobind takes what is left at the end for leaks
 gc.enable()
