@@ -4,9 +4,13 @@ The process is this module as a program. What it forks is the supervisor that :m
 in a process of its own, and the supervisor forks the API server: so a server ends with its owner, and as all others.
 """
 
+import atexit
 import ctypes
+import gc
 import json
+import mmap
 import os
+import random
 import select
 import signal
 import socket
@@ -112,6 +116,12 @@ class ForkedServer:
         return status
 
 
+def shift_addresses() -> mmap.mmap:
+    """Take a random part of the address space: else forks have their caches at the same addresses, and mix-ups work."""
+    pages = 1 + random.SystemRandom().randrange(1 << 18)
+    return mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+
+
 class BecomesServerError(BaseException):
     """Leaves the supervisor's frames in a process that is to be an API server."""
 
@@ -166,13 +176,18 @@ def serve_forks(requests: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    gc.disable()  # the imports make a million objects, which stay
     import imported_engine  # noqa: F401
     from vllm.entrypoints.launchers.api_server.entry import main
 
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # else nanobind takes what is left at the end for leaks
+    gc.enable()
     is_server = False
     try:
         serve_forks(socket.socket(fileno=int(sys.argv[1])))
     except BecomesServerError:
         is_server = True
     if is_server:
+        shift = shift_addresses()
         main()

@@ -1,11 +1,8 @@
 """What every forked engine needs: imported once, before the fork."""
 
-import atexit
-import gc
 import os
 import re
 
-gc.disable()  # the imports make a million objects, which stay
 # libgomp reads this when torch loads it. Threads that it had started here, a fork would not have.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -37,6 +34,3 @@ def _bind_to_cores() -> None:
 
 
 os.register_at_fork(after_in_child=_bind_to_cores)
-gc.freeze()
-atexit.register(gc.unfreeze)  # else nanobind takes what is left at the end for leaks
-gc.enable()
