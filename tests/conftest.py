@@ -4,6 +4,7 @@ Where KVFERRY_MATRIX names a folder, the results of the tests of pairs and of re
 """
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,8 @@ settings.load_profile("kvferry")
 
 # Imports and the tests themselves are a million objects, which stay: nothing is gained by looking through them again.
 gc.disable()
+# Nor may a fork end what its parent's threads still use, such as an agent of NIXL: the process would abort.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def pytest_collection_finish() -> None:
