@@ -6,7 +6,7 @@ MODE ?= sequential
 HOSTS ?= 1
 ARGS ?=
 MODELS := tests/host/vllm/test_families.py tests/adapter/test_models_against_vllm.py \
-  tests/adapter/test_models_in_views.py tests/adapter/test_identities.py
+  tests/adapter/test_models_in_views.py tests/adapter/test_identities.py tests/adapter/test_small_models_packing.py
 MATRIX := tests/host tests/adapter/test_refused_combinations.py $(filter tests/adapter/%,$(MODELS))
 
 IN_THREE_PROCESSES := -n 3 --dist worksteal
@@ -27,10 +27,9 @@ demo: setup ## Prefill on one vLLM engine, decode on another, compare with one e
 
 # Setup installs every package, so a test that is skipped hides a transport that is missing.
 test test-chaos test-hosts: export KVFERRY_NO_SKIPS := 1
-test: export KVFERRY_FUZZ_SECONDS := 20
 
 # Tests wait for a third of their time, so three processes run them on 2 cores. Engines compute: one process runs those.
-test: setup ## The tests, real vLLM engines included (about 25 minutes on 2 cores)
+test: setup ## The tests, real vLLM engines included (about 18 minutes on 2 cores)
 	-@scripts/debian install chromium "the test of a timeline's page" chromium google-chrome
 	@$(BANDIT)
 	@$(PYTEST) $(IN_THREE_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/device_memory tests/adapter tests/small_models src $(ARGS)

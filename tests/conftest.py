@@ -3,6 +3,8 @@
 Where KVFERRY_MATRIX names a folder, the results of the tests of pairs and of refusals are written to it.
 """
 
+import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,21 @@ mooncake_libraries.make_loadable()
 # A busy machine is slow, and that is no failure.
 settings.register_profile("kvferry", deadline=None)
 settings.load_profile("kvferry")
+
+
+# Imports and the tests themselves are a million objects, which stay: nothing is gained by looking through them again.
+gc.disable()
+# Nor may a fork end what its parent's threads still use, such as an agent of NIXL: the process would abort.
+os.register_at_fork(after_in_child=gc.freeze)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # else nanobind takes what is left at the end for leaks
 
 
 @pytest.fixture(autouse=True)

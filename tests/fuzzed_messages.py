@@ -1,6 +1,6 @@
 """Messages as a hostile peer may send them: well-formed with random fields, ill-formed, and random bytes.
 
-``KVFERRY_FUZZ_SECONDS`` says how long all fuzz tests together take (``make test``: 20), ``KVFERRY_FUZZ_CASES`` how many
+``KVFERRY_FUZZ_SECONDS`` says how long all fuzz tests together take (10), ``KVFERRY_FUZZ_CASES`` how many
 cases they have at least, and ``KVFERRY_FUZZ_SEED`` which. For one long run::
 
     KVFERRY_FUZZ_CASES=10000000 KVFERRY_FUZZ_SEED=1 python -m pytest -s tests/local/test_fuzzed_input.py

@@ -4,6 +4,7 @@ kvferry refuses to offload with vLLM 0.30. A test that ends with this refusal th
 how many are.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from kvferry.errors import KVFerryError, Reason
 from kvferry.integrations.vllm.versions import installed_version
+
+from .planner_oracle import Oracle, vllm_oracle
 
 REFUSES_OFFLOAD = "0.30."
 LEFT_OUT = pytest.StashKey[list[str]]()
@@ -35,6 +38,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for refusal in dict.fromkeys(refusals := config.stash[LEFT_OUT]):
         terminalreporter.write_line(f"left out: {refusals.count(refusal)} tests of offload: {refusal}")
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    """One process answers for all modules, and for all processes of the tests."""
+    own = tmp_path_factory.getbasetemp()
+    with vllm_oracle((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "oracle") as found:
+        yield found
 
 
 @pytest.fixture

@@ -103,7 +103,8 @@ class LabelEngine:
         """Return the tokens of a request from its labels alone: no scheduler, no blocks, no connector."""
         tokens = list(prompt)
         for _ in range(max_tokens):
-            tokens.append(self._digest({layer: self._contents(layer, tokens) for layer in self._in_order()}))
+            labels = labels_of(tokens)
+            tokens.append(self._digest({layer: self._contents(layer, labels) for layer in self._in_order()}))
         return tokens[len(prompt) :]
 
     def forget(self) -> None:
@@ -140,13 +141,12 @@ class LabelEngine:
         """Write the KV of the next tokens of a request, and sample one where these are its last."""
         end = self.scheduler.requests[name].num_computed_tokens
         tokens = self._tokens[name]
-        labels = labels_of(tokens[:end])
+        labels, positions = labels_of(tokens[:end])[end - count :], torch.arange(end - count, end)
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         self.num_computed += count
         for layer, table in self._layers(tables):
-            for position in range(end - count, end):
-                block, slot = table[position // BLOCK_SIZE], position % BLOCK_SIZE
-                self.rank.caches[layer][block][:, slot] = self._content(layer, labels[position])
+            blocks, slots = torch.tensor(table)[positions // BLOCK_SIZE], positions % BLOCK_SIZE
+            self.rank.caches[layer][blocks, :, slots] = self._contents(layer, labels)
         if end < len(tokens):
             return []
         tokens.append(self._next(tables, end))
@@ -169,20 +169,18 @@ class LabelEngine:
             digest += int((read.long().flatten() * torch.arange(1, read.numel() + 1)).sum())
         return digest % VOCABULARY
 
-    def _contents(self, layer: str, tokens: Sequence[int]) -> torch.Tensor:
-        return torch.stack([self._content(layer, label) for label in labels_of(tokens)])
-
     def _in_order(self) -> list[str]:
         return [layer for layers in self.rank.groups() for layer in layers]
 
     def _layers(self, tables: Sequence[Sequence[int]]) -> list[tuple[str, Sequence[int]]]:
         return [(layer, table) for layers, table in zip(self.rank.groups(), tables, strict=True) for layer in layers]
 
-    def _content(self, layer: str, label: int) -> torch.Tensor:
-        """Return the numbers of one token, no two of which are equal."""
+    def _contents(self, layer: str, labels: Sequence[int]) -> torch.Tensor:
+        """Return the numbers of tokens, no two of which are equal: by token, head and channel."""
         _, heads, _, channels = self.rank.caches[layer].shape
-        first = (label * (1 + list(self.rank.specs).index(layer))) % MODULUS * 128
-        return (first + torch.arange(heads * channels)).reshape(heads, channels).to(torch.float32)
+        first = (torch.tensor(labels) * (1 + list(self.rank.specs).index(layer))) % MODULUS * 128
+        numbers = torch.arange(heads * channels).reshape(heads, channels)
+        return (first[:, None, None] + numbers).to(torch.float32)
 
 
 def labels_of(tokens: Sequence[int]) -> list[int]:

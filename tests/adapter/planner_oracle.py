@@ -1,7 +1,9 @@
 """What vLLM itself makes of a model's configuration, from a process that has imported vLLM."""
 
+import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,28 +46,33 @@ class Oracle:
 
 @contextmanager
 def vllm_oracle(folder: Path) -> Iterator[Oracle]:
+    """Ask the one process of all that name this folder; the first of them starts it."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(folder / "socket"))
+        except OSError:  # there is none, or it ended with its last connection
+            start_process(folder)
+            connection.connect(str(folder / "socket"))
+    with connection, connection.makefile("w") as questions, connection.makefile("r") as answers:
+        yield Oracle(questions, answers)
+
+
+def start_process(folder: Path) -> None:
     """Start the process; what vLLM prints goes to a file in the folder, as does what vLLM remembers of its classes."""
-    read, write = os.pipe()
-    command = [sys.executable, "-m", "tests.adapter.planner_oracle_process", str(write)]
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CACHE_ROOT": str(folder)}
-    with (
-        os.fdopen(read) as answers,
-        (folder / "log").open("w") as log,
+    with socket.socket(socket.AF_UNIX) as listener, (folder / "log").open("w") as log:
+        listener.bind(str(folder / "socket"))
+        listener.listen()
         subprocess.Popen(
-            command,
+            [sys.executable, "-m", "tests.adapter.planner_oracle_process", str(listener.fileno()), str(folder)],
             cwd=REPOSITORY,
             env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=[write],
-            text=True,
-        ) as process,
-    ):
-        os.close(write)
-        assert process.stdin is not None
-        try:
-            yield Oracle(process.stdin, answers)
-        finally:
-            process.stdin.close()
-            process.kill()
+            pass_fds=[listener.fileno()],
+            process_group=0,
+        )

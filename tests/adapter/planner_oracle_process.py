@@ -6,14 +6,17 @@ configuration, builds vLLM's model class on the meta device, asks each layer for
 grouping. What is stood in for is said in meta_models.
 """
 
+import fcntl
 import json
 import os
 import resource
 import select
 import signal
+import socket
 import sys
 import time
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any
 
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import get_dtype_size
@@ -99,11 +102,35 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
     return json.loads(text) if text else {"refused": f"no answer within {SECONDS} seconds and {DATA_BYTES} bytes"}
 
 
-def main(answers: TextIO) -> None:
+def serve(connection: socket.socket) -> None:
+    """Answer one process of the tests until it goes away."""
+    with connection.makefile("r") as questions, connection.makefile("w") as answers:
+        for line in questions:
+            print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+
+
+def main(listener: socket.socket, folder: Path) -> None:
+    """Answer each process of the tests in a fork of its own, and end with the last of them."""
     prepare()
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+    children = set[int]()
+    while True:
+        if select.select([listener], [], [], 0.2)[0]:
+            connection, _ = listener.accept()
+            if not (child := os.fork()):
+                listener.close()
+                serve(connection)
+                os._exit(0)
+            connection.close()
+            children.add(child)
+        children -= {child for child in children if os.waitpid(child, os.WNOHANG)[0]}
+        if children:
+            continue
+        with (folder / "lock").open("w") as lock:  # nobody connects meanwhile
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not select.select([listener], [], [], 0.0)[0]:
+                (folder / "socket").unlink()
+                return
 
 
 if __name__ == "__main__":
-    main(os.fdopen(int(sys.argv[1]), "w"))
+    main(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]))

@@ -4,15 +4,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from kvferry.integrations.vllm.names import checker
 from kvferry.integrations.vllm.versions import installed_version
 
-from .vllm_copies import FOLDER, changed_copy
+from ..pure.test_check_vllm import SCRIPT, script
+from .vllm_copies import FOLDER, changed_copy, parsed_once
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "check_vllm.py"
+__all__ = ["script"]
+
 CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 ATTENTION = "vllm.model_executor.layers.attention.attention"
 # Module, the text and the one in its place, the name in the list.
@@ -29,18 +32,19 @@ RENAMED = {
 }
 
 
-def check(folder: Path | None, names: Path) -> tuple[int, list[str]]:
-    """Return the exit status of the check of a folder, and the names that it says kvferry cannot use."""
-    release = installed_version().partition("+")[0]
-    command = [sys.executable, str(SCRIPT), release, "--folder", str(folder), "--names", str(names), "--json"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode in (0, 1), run.stderr
-    return run.returncode, [each["name"] for each in json.loads(run.stdout)["changes"] if each["kind"] == "breaks"]
+def arguments(folder: Path | None, names: Path) -> list[str]:
+    return [installed_version().partition("+")[0], "--folder", str(folder), "--names", str(names), "--json"]
+
+
+def breaks(output: str) -> list[str]:
+    """Return the names that the check says kvferry cannot use."""
+    return [each["name"] for each in json.loads(output)["changes"] if each["kind"] == "breaks"]
 
 
 def test_the_installed_release_passes_and_its_file_is_written(tmp_path: Path) -> None:
     """The same as the file that kvferry has of it."""
-    assert check(FOLDER, tmp_path) == (0, [])
+    run = subprocess.run([sys.executable, SCRIPT, *arguments(FOLDER, tmp_path)], capture_output=True, text=True)
+    assert (run.returncode, breaks(run.stdout)) == (0, []), run.stderr
     [release] = checker.known_releases(tmp_path)
     if release in checker.known_releases():
         written = (tmp_path / f"{release}.json").read_text()
@@ -48,7 +52,15 @@ def test_the_installed_release_passes_and_its_file_is_written(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("case", RENAMED)
-def test_a_copy_with_one_renamed_name_fails_and_is_told_which(tmp_path: Path, case: str) -> None:
+def test_a_copy_with_one_renamed_name_fails_and_is_told_which(
+    script: ModuleType,
+    tmp_path: Path,
+    case: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(checker, "parsed", parsed_once)
     module, old, new, name = RENAMED[case]
-    assert check(changed_copy(tmp_path / "copy", module, old, new), tmp_path) == (1, [f"{module}.{name}"])
+    status = script.main(arguments(changed_copy(tmp_path / "copy", module, old, new), tmp_path))
+    assert (status, breaks(capsys.readouterr().out)) == (1, [f"{module}.{name}"])
     assert checker.known_releases(tmp_path) == []

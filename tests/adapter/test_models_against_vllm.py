@@ -7,7 +7,7 @@ All files are compared in ``make test-matrix``, some of them otherwise.
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ pytest.importorskip("vllm")
 if not (release := installed_version()).startswith("0.32."):
     pytest.skip(f"the planner has the rules of vLLM 0.32, not {release}", allow_module_level=True)
 
-from .planner_oracle import Oracle, vllm_oracle
+from .planner_oracle import Oracle
 
 KINDS = {
     CacheKind.ATTENTION: "full_attention",
@@ -68,12 +68,6 @@ REFUSED = {
     "gpt2": "'dtype'",
 }
 """Configurations that the planner refuses, and what its text names."""
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    with vllm_oracle(tmp_path_factory.mktemp("oracle")) as found:
-        yield found
 
 
 def planned(path: Path, tp: int, dtype: str | None) -> dict[str, Any]:

@@ -4,7 +4,6 @@ This needs no engine, so models are tried too that vLLM's CPU build does not run
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from ..small_models.weights import names, published
 
 pytest.importorskip("vllm")
 
-from .planner_oracle import Oracle, vllm_oracle
+from .planner_oracle import Oracle
 
 SOME = (
     "AI21-Jamba-1.5-Mini",
@@ -52,12 +51,6 @@ REFUSED = {
     "Ling-lite-1.5": "trust_remote_code=True",
 }
 """Configurations of which vLLM makes no model, and words of its reason."""
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    with vllm_oracle(tmp_path_factory.mktemp("oracle")) as found:
-        yield found
 
 
 @pytest.mark.parametrize("name", names() if results_folder() else SOME)

@@ -1,4 +1,7 @@
-"""Packed weights: names, shapes and types as their formats say, and values that others unpack to nearly the same."""
+"""Packed weights: names, shapes and types as their formats say, and values that others unpack to nearly the same.
+
+``make test-models`` writes every quantised model, each run of the tests one of each format.
+"""
 
 import json
 from collections.abc import Mapping
@@ -12,12 +15,25 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file
 from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack, gptq_pack
 
+from tests.matrix_results import results_folder
 from tests.small_models import packing, write_small_model
 from tests.small_models.shrink import language_part, quantisation
 from tests.small_models.weights import names, published
 
 OUTPUTS, INPUTS, GROUP = 192, 384, 128
 QUANTISED = [name for name in names() if quantisation(published(name)) is not None]
+IN_EVERY_RUN = (
+    "DeepSeek-V3",
+    "Hunyuan-7B-Instruct-FP8",
+    "Laguna-XS.2-FP8",
+    "Meta-Llama-3.1-8B-Instruct-FP8-dynamic",
+    "Meta-Llama-3.1-8B-Instruct-quantized.w4a16",
+    "Meta-Llama-3.1-8B-Instruct-quantized.w8a8",
+    "MiniMax-M2-AWQ",
+    "MiniMax-M2.5-NVFP4",
+    "Qwen2.5-7B-Instruct-GPTQ-Int4",
+    "gpt-oss-20b",
+)
 
 
 @pytest.fixture
@@ -140,7 +156,7 @@ def test_nvfp4(weight: torch.Tensor) -> None:
     assert torch.all((steps[number] * scales - weight).abs() <= 1.1 * scales)
 
 
-@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("name", IN_EVERY_RUN if results_folder() is None else QUANTISED)
 def test_each_quantised_model_is_written(name: str, tmp_path: Path) -> None:
     """Its configuration is as published, its matrices are packed, and what the published one leaves out is not."""
     path = write_small_model(name, tmp_path)

@@ -20,7 +20,7 @@ from kvferry.integrations.vllm.scheduler.offload import check_offloadable
 from kvferry.integrations.vllm.versions import Support, check_version, report_version
 from kvferry.layout.shard import CacheKind
 
-from .vllm_copies import FOLDER, changed_copy
+from .vllm_copies import FOLDER, changed_copy, parsed_once
 
 UNKNOWN = "0.99.0"
 NAMES = checker.used_in(checker.number_of(versions.installed_version()))
@@ -28,7 +28,8 @@ NAMES = checker.used_in(checker.number_of(versions.installed_version()))
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget what was compared and said."""
+    """Forget what was compared and said, not what the files say."""
+    monkeypatch.setattr(checker, "parsed", parsed_once)
     monkeypatch.setattr(versions, "_has_reported", False)
     versions._problem_of.cache_clear()
     yield

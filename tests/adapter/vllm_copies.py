@@ -1,12 +1,16 @@
 """Copies of the installed vLLM's sources of which one module is changed."""
 
+from functools import cache
 from pathlib import Path
 
 from kvferry.integrations.vllm import versions
+from kvferry.integrations.vllm.names import checker
 
 FOLDER = versions._installed_folder()
 """The folder that has the installed ``vllm/``."""
 assert FOLDER is not None, "vLLM is not installed"
+parsed_once = cache(checker.parsed)
+"""In the place of ``checker.parsed``: copies have nearly all files in common, and to parse them takes two seconds."""
 
 
 def changed_copy(folder: Path, module: str, old: str, new: str) -> Path:

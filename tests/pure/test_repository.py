@@ -162,7 +162,8 @@ def test_a_skipped_test_fails_where_nothing_may_be_skipped(text: str, status: in
     (tmp_path / "conftest.py").write_text("from tests.no_skips import pytest_sessionfinish\n")
     (tmp_path / "test_whole.py").write_text("def test_whole(): pass\n")
     (tmp_path / "test_case.py").write_text(f"import pytest\n{text}\n")
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # which take a second to import
     command = [
         sys.executable,
         "-m",

@@ -4,7 +4,8 @@ import ast
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -52,11 +53,22 @@ def layer_of(package: str) -> int:
     return {"": 0, **LAYERS}[package]
 
 
+@cache
+def syntax_of(path: Path) -> ast.Module:
+    """Return the syntax of a source file, which many tests read."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes_of(path: Path) -> Sequence[ast.AST]:
+    """Return all parts of a source file."""
+    return tuple(ast.walk(syntax_of(path)))
+
+
 def imported_modules(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
     """Yield the kvferry modules that a file imports; only those imported with it where asked."""
-    tree = ast.parse(path.read_text())
-    skipped = set(lazy_nodes(tree)) if at_import_only else set()
-    for node in ast.walk(tree):
+    skipped = set(lazy_nodes(syntax_of(path))) if at_import_only else set()
+    for node in nodes_of(path):
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -75,7 +87,7 @@ def lazy_nodes(tree: ast.Module) -> Iterator[ast.AST]:
     """Yield what does not run on import: bodies of functions, and what only type checkers read."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (
-            isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         ):
             yield from ast.walk(node)
 
@@ -106,7 +118,7 @@ def test_functions_are_short() -> None:
     lengths = [
         node.end_lineno - node.lineno + 1
         for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     assert statistics.median(lengths) <= MEDIAN_FUNCTION
@@ -155,7 +167,7 @@ def test_text_of_peers_and_clients_is_logged_printable_and_limited(path: Path) -
     imports_handoff = any(package_of(module) == "handoff" for module in imported_modules(path))
     if not imports_handoff and package_of(module_name(path)) not in ("handoff", "execution"):
         return
-    tree = ast.parse(path.read_text())
+    tree = syntax_of(path)
     wrapped = {
         argument
         for node in ast.walk(tree)
@@ -169,7 +181,7 @@ def test_text_of_peers_and_clients_is_logged_printable_and_limited(path: Path) -
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_no_queue_is_waited_for_with_a_timeout(path: Path) -> None:
     """``queue.SimpleQueue.get`` may then wait forever, in CPython 3.11 at least: use an ``Inbox`` of the executor's."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
             assert "timeout" not in {keyword.arg for keyword in node.keywords}, f"{path}:{node.lineno}"
 
@@ -180,7 +192,7 @@ UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_cve_2026_3059_3060_3989_nothing_that_a_peer_sends_can_be_executed(path: Path) -> None:
     """CVE-2026-3059, -3060, -3989, lmdeploy#4804, GHSA-hj4w-hm2g-p6w5: pickle over sockets without authentication."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             assert not {alias.name.split(".")[0] for alias in node.names} & UNPICKLERS
         elif isinstance(node, ast.ImportFrom):

@@ -1,22 +1,25 @@
 """The peer in a transport test: a process that registers a buffer and executes one-line commands.
 
 Run as ``python -m tests.support.transport_peer <module:factory> <module:memory> <bytes> <reply file descriptor>``.
-The process ends at the end of its standard input.
+The process ends at the end of its standard input. Peers whose library takes seconds to import are forked from a process
+that has imported it: ``python -m tests.support.transport_peer <module> <socket's file descriptor>``.
 """
 
+import importlib
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from contextlib import contextmanager, suppress
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -27,6 +30,8 @@ from .transport_memory import HOST_MEMORY, make_memory
 
 ANSWER_SECONDS = 30.0
 ROOT = Path(__file__).parents[2]
+SLOW_IMPORTS = {"kvferry.transport.nixl:NixlTransport": "nixl._api"}
+"""NIXL imports PyTorch, which takes two seconds."""
 OnHost = Callable[[list[str]], list[str]]
 """Returns the command line that runs a command on the peer's host."""
 
@@ -61,15 +66,74 @@ class InProcessPeer:
     close = kill
 
 
+class ForkedProcess:
+    """A forked peer, with those parts of a ``Popen`` that a :class:`PeerProcess` needs."""
+
+    def __init__(self, process_id: int, stdin: BinaryIO) -> None:
+        self.pid, self.stdin = process_id, stdin
+        self._handle = os.pidfd_open(process_id)
+
+    def send_signal(self, number: int) -> None:
+        signal.pidfd_send_signal(self._handle, number)
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.send_signal(signal.SIGKILL)
+
+    def wait(self, seconds: float) -> None:
+        assert select.select([self._handle], [], [], seconds)[0], "the peer does not end"
+
+
+class Forks:
+    """A process that has imported a module, and forks peers."""
+
+    def __init__(self, module: str) -> None:
+        self.variables = _variables_of_libraries()
+        self._requests, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.transport_peer", module, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+            )
+
+    def start(self, factory: str, memory: str, num_bytes: int, replies: int) -> ForkedProcess:
+        """Fork a peer."""
+        commands, ours = os.pipe()
+        socket.send_fds(self._requests, [json.dumps([factory, memory, num_bytes]).encode()], [commands, replies])
+        os.close(commands)
+        return ForkedProcess(int(self._requests.recv(16)), os.fdopen(ours, "wb"))
+
+
+@cache
+def _forks_of(factory: str) -> Forks:
+    return Forks(SLOW_IMPORTS[factory])
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+
+
+def _variables_of_libraries() -> dict[str, str]:
+    """Return what the libraries read when they are loaded."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("UCX_", "NIXL_"))}
+
+
 class PeerProcess:
     """A peer in another process. Every wait is bounded; ``close`` ends the process."""
 
     def __init__(self, factory: str, num_bytes: int, on_host: OnHost, memory: str) -> None:
         reading, writing = os.pipe()
-        program = [sys.executable, "-m", "tests.support.transport_peer"]
-        arguments = [*program, factory, memory, str(num_bytes), str(writing)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-        self._process = subprocess.Popen(on_host(arguments), stdin=subprocess.PIPE, pass_fds=[writing], env=environment)
+        command = [sys.executable, "-m", "tests.support.transport_peer", factory, memory, str(num_bytes), str(writing)]
+        is_forked = factory in SLOW_IMPORTS and on_host(command) == command
+        self._process: subprocess.Popen[bytes] | ForkedProcess
+        if is_forked and (forks := _forks_of(factory)).variables == _variables_of_libraries():
+            self._process = forks.start(factory, memory, num_bytes, writing)
+        else:
+            self._process = subprocess.Popen(
+                on_host(command), stdin=subprocess.PIPE, pass_fds=[writing], env=_environment()
+            )
         os.close(writing)
         self._replies: int | None = reading
         try:
@@ -101,7 +165,10 @@ class PeerProcess:
     def stop(self) -> None:
         """Send SIGSTOP and wait until all threads have stopped: on a busy host they may answer until then."""
         self._process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while any(state(path) not in "tTZX" for path in Path(f"/proc/{self._process.pid}/task").glob("*/stat")):
+            assert time.monotonic() < deadline, "the peer does not stop"
+            time.sleep(0.001)
 
     def resume(self) -> None:
         """Send SIGCONT."""
@@ -148,6 +215,32 @@ def start_peer(
         peer.close()
 
 
+def state(path: Path) -> str:
+    """Return the state of a thread, whose ``stat`` file this is."""
+    try:
+        return path.read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended
+        return "X"
+
+
+def _serve_forks(module: str, requests: socket.socket) -> None:
+    """Fork a peer for each request; the kernel forgets those that end."""
+    importlib.import_module(module)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while (received := socket.recv_fds(requests, 1 << 12, 2))[0]:
+        text, (commands, replies), _, _ = received
+        if not (child := os.fork()):
+            requests.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.dup2(commands, 0)
+            os.close(commands)
+            _serve(*json.loads(text), replies)
+            os._exit(0)
+        os.close(commands)
+        os.close(replies)
+        requests.sendall(str(child).encode())
+
+
 def _serve(factory: str, memory: str, num_bytes: int, replies: int) -> None:
     peer = InProcessPeer(factory, num_bytes, memory)
     _reply(replies, {"address": peer.address, "end_point": peer.end_point.hex()})
@@ -165,4 +258,7 @@ def _reply(replies: int, answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    if len(sys.argv) == 3:
+        _serve_forks(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    else:
+        _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

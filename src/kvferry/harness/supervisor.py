@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -27,22 +28,39 @@ SHARED_MEMORY = Path("/dev/shm")  # nosec B108 # only what ended children left i
 SEGMENT_PREFIXES = ("psm_", "vllm_dist_")
 
 
+class Command(Protocol):
+    """The child of this process; both methods return its exit status, or minus the signal that ended it."""
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
+
+
 def main(arguments: list[str]) -> int:
     """Run the command; return its exit status, or 128 plus the signal that ended it."""
     grace_seconds, scratch, command = float(arguments[0]), Path(arguments[1]), arguments[2:]
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+    def start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+
+    return supervise(grace_seconds, scratch, start)
+
+
+def supervise(grace_seconds: float, scratch: Path, start: Callable[[], Command]) -> int:
+    """Start a child, which ends with this process, as :func:`main` runs its command."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _forget_owner)
     wakeup, notify = os.pipe()
     os.set_blocking(notify, False)
     signal.set_wakeup_fd(notify, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),
-    )
+    child = start()
     _wait_for_end(child, wakeup)
     segments = mapped_segments(living_descendants(os.getpid()))
     end_family(grace_seconds)
@@ -57,7 +75,7 @@ def _forget_owner(_number: int, _frame: object) -> None:
         os.close(0)
 
 
-def _wait_for_end(child: "subprocess.Popen[bytes]", wakeup: int) -> None:
+def _wait_for_end(child: Command, wakeup: int) -> None:
     while child.poll() is None:
         try:
             readable, _, _ = select.select([0, wakeup], [], [])

@@ -8,6 +8,7 @@ pair and as the decode engine of another.
 import json
 import os
 import re
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,9 +22,11 @@ from typing import Any
 from kvferry.handoff.wire.trust import make_keys
 from kvferry.harness.launch import (
     API_SERVER,
+    HOST,
     EngineSettings,
     Server,
     cache_usage,
+    free_port,
     prompt_tokens,
     spread_over_cores,
     start_engine,
@@ -35,6 +38,7 @@ from kvferry.integrations.vllm.plugin import CONNECTORS
 from kvferry.integrations.vllm.versions import installed_version
 
 from ...local.pool_master import Master
+from .forked_api_servers import ApiServerForks
 from .lora_adapter import ADAPTER_RANK, make_adapter
 
 MODELS = {
@@ -109,6 +113,8 @@ WATCH_FILE = "KVFERRY_WATCH_FILE"
 IN_ENGINE = Path(__file__).with_name("in_engine")
 """The folder of what runs inside an engine."""
 FORKING_API_SERVER = (str(Path(__file__).with_name("forking_api_server.py")),)
+READ_BY_IMPORTS = {"VLLM_CPU_CI_ENV": "1", "TORCHDYNAMO_DISABLE": "1"}
+"""What engines are started with that vLLM and PyTorch read when they are imported, where nothing is compiled."""
 SEVERAL_API_SERVERS = (str(Path(__file__).with_name("several_api_servers.py")),)
 LAST_CORE = spread_over_cores(1, from_last=True)
 # Some ten seconds of a C++ compiler at the start.
@@ -310,6 +316,16 @@ def paths_in_engine() -> str:
     return os.pathsep.join(filter(None, (str(IN_ENGINE), str(root), os.environ.get("PYTHONPATH"))))
 
 
+def is_forked(settings: EngineSettings, environment: Mapping[str, str]) -> bool:
+    """Return whether an engine's API server is forked; one that compiles, or of another vLLM, is started anew."""
+    reads = [environment[variable] for variable in READ_BY_IMPORTS]
+    return (settings.program, settings.python, reads) == (
+        FORKING_API_SERVER,
+        sys.executable,
+        [*READ_BY_IMPORTS.values()],
+    )
+
+
 def described(name: str) -> tuple[str, dict[str, Any]]:
     """Return the model and the differences of an engine, such as "gqa-tp2", or "gqa-tp2@0.31" of another vLLM."""
     return ENGINES[name.partition("@")[0]]
@@ -484,6 +500,8 @@ class EnginePool:
     seconds: dict[str, float] = field(default_factory=dict)
     pool_master: Master | None = None
     """The master of the pool that engines share; it starts with the first of them."""
+    forks: ApiServerForks | None = None
+    """What forks the API servers; it starts with the first of them."""
 
     def model_path(self, model: str) -> Path:
         return make_tiny_model(MODELS[model], self.models)
@@ -582,7 +600,14 @@ class EnginePool:
 
     def start(self, name: str, settings: EngineSettings) -> Server:
         """Start one engine and return at once."""
-        return start_engine(name, settings, self.folder)
+        environment = settings.environment(port := free_port())
+        if not is_forked(settings, environment):
+            return start_engine(name, settings, self.folder, port)
+        if self.forks is None:
+            self.forks = ApiServerForks(self.folder / "forks.log", READ_BY_IMPORTS | {"PYTHONPATH": paths_in_engine()})
+        _, _, *arguments = settings.command(port)
+        process = self.forks.start(name, arguments, self.folder / f"{name}.log", environment)
+        return Server(process, f"http://{HOST}:{port}", time.monotonic())
 
     def stop_all_but(self, names: Iterable[str]) -> None:
         """Stop the others."""
@@ -593,6 +618,8 @@ class EnginePool:
     def close(self) -> None:
         """Stop everything, and print how long the engines took to start."""
         self.stop_all_but(())
+        if self.forks is not None:
+            self.forks.close()
         if self.pool_master is not None:
             self.pool_master.kill()
         for names, seconds in self.seconds.items():

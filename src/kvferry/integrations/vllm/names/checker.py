@@ -334,6 +334,11 @@ class Sources:
         return found
 
 
+def parsed(text: str) -> ast.Module:
+    """Return the syntax of a source file. Raises ``SyntaxError``."""
+    return ast.parse(text)
+
+
 class Module:
     """One source file."""
 
@@ -341,7 +346,7 @@ class Module:
         self.name, self._sources = name, sources
         self._package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         text = path.read_text(encoding="utf-8")
-        self.tree, self.lines = ast.parse(text), text.splitlines()
+        self.tree, self.lines = parsed(text), text.splitlines()
         self.members: dict[ast.AST, dict[str, Definition]] = {}
         self._names: dict[str, ast.AST] = {}
         for each, statement in _defined(self.tree.body):
