@@ -91,7 +91,7 @@ class CopyThreads:
         try:
             if others:
                 cores = os.sched_getaffinity(0)
-                futures.extend(self._started_pool().submit(_on, cores, call) for call in others)
+                futures.extend(self._started_pool().submit(partial(_on, cores, call)) for call in others)
             result = last()
         finally:
             # The caller may reuse the memory as soon as this method raises.
