@@ -29,7 +29,7 @@ demo: setup ## Prefill on one vLLM engine, decode on another, compare with one e
 test test-chaos test-hosts: export KVFERRY_NO_SKIPS := 1
 
 # Tests wait for a third of their time, so three processes run them on 2 cores. Engines compute: one process runs those.
-test: setup ## The tests, real vLLM engines included (about 18 minutes on 2 cores)
+test: setup ## The tests, real vLLM engines included (about 19 minutes on 2 cores)
 	-@scripts/debian install chromium "the test of a timeline's page" chromium google-chrome
 	@$(BANDIT)
 	@$(PYTEST) $(IN_THREE_PROCESSES) $(SECOND_CHANCE) tests/pure tests/local tests/device_memory tests/adapter tests/small_models src $(ARGS)
