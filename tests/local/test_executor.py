@@ -594,8 +594,13 @@ def test_the_default_cores_are_those_that_the_process_may_use() -> None:
 def test_a_worker_that_is_bound_copies_on_the_other_cores_of_its_parent() -> None:
     every = os.sched_getaffinity(0)
     bind = f"import os; os.sched_setaffinity(0, [{min(every)}]); "
-    asked = bind + "from kvferry.execution.executor import cores_that_do_not_compute as cores; print(*cores())"
-    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True, timeout=60)
+    # The thread of a first connector does not compute either.
+    asked = (
+        "from kvferry.execution.executor import Executor, cores_that_do_not_compute as cores; "
+        "first = Executor(cores()); print(*cores()); first.close()"
+    )
+    command = [sys.executable, "-c", bind + asked]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert set(map(int, found.stdout.split())) == (every - {min(every)} or every)
 
 
@@ -617,3 +622,22 @@ def test_short_waits_for_orders_end_although_orders_come_meanwhile() -> None:
         inbox.put(number)
     thread.join(60)
     assert taken == list(range(20_000))
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [{"GOMP_CPU_AFFINITY": "{} {}"}, {"OMP_PLACES": "{{{},{}}}", "OMP_PROC_BIND": "true"}],
+    ids=["each thread", "the process"],
+)
+def test_all_cores_to_which_openmp_binds_a_worker_compute(bound: dict[str, str]) -> None:
+    """GOMP_CPU_AFFINITY binds the main thread to the first of the cores only."""
+    every = sorted(os.sched_getaffinity(0))
+    two = every[0], every[-1]
+    asked = (
+        "import torch; torch.ones(1 << 20).sum(); "
+        "from kvferry.execution.executor import cores_that_compute as cores; print(*cores())"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "2"} | {name: text.format(*two) for name, text in bound.items()}
+    command = [sys.executable, "-c", asked]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
+    assert set(map(int, found.stdout.split())) == set(two)

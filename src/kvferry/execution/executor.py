@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -283,8 +284,9 @@ class Executor:
     def _choose_cores(self) -> None:
         cores = self._all_cores if time.monotonic() >= self._idle_at else self._cores
         if cores != self._used_cores:
-            os.sched_setaffinity(0, cores)
             self._used_cores = cores
+            with suppress(OSError):  # a container's set of cores may have changed since the start
+                os.sched_setaffinity(0, cores)
 
     def _wait(self) -> None:
         """Sleep ever longer, but for less long where transfers run, or until an order comes."""
@@ -399,16 +401,34 @@ def seconds_until_next_look(still_seconds: float, *, is_moving: bool) -> float:
     return min(max(WAIT_SHARE * still_seconds, WAIT_SECONDS), longest)
 
 
-def cores_that_do_not_compute() -> set[int]:
+@cache
+def cores_that_compute() -> frozenset[int]:
+    """Return the cores to which OpenMP has bound this process: on a CPU those on which a vLLM worker computes.
+
+    With libgomp or libiomp preloaded OpenMP binds each of its threads, which its first work starts, to one of them.
+    The first call counts: a transfer thread, which is bound to other cores, starts later.
+    """
+    found = {frozenset(os.sched_getaffinity(0))}
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            found.add(frozenset(os.sched_getaffinity(int(thread))))
+    return frozenset().union(*(found - {_parents_cores()} or found))
+
+
+def cores_that_do_not_compute() -> frozenset[int]:
     """Return the cores on which a worker copies: its parent's without the worker's own; where none is left, the latter.
 
     vLLM binds a worker on a CPU to the cores on which it computes, but not the parent, which started the worker.
     """
-    bound = os.sched_getaffinity(0)
+    computing = cores_that_compute()
+    return (_parents_cores() - computing) or computing
+
+
+def _parents_cores() -> frozenset[int]:
     try:
-        return (os.sched_getaffinity(os.getppid()) - bound) or bound
+        return frozenset(os.sched_getaffinity(os.getppid()))
     except OSError:
-        return bound
+        return frozenset()
 
 
 def _result(job: Job) -> JobResult:

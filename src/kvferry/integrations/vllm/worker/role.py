@@ -4,7 +4,6 @@ Its source part writes prompts out of the cache, its destination part has others
 """
 
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.destination import Announcement, Announcer, Compares, SourceEngines, SourceRank
 from kvferry.execution.device import HOST, OVER, DeviceOrder, Mark, device_order
 from kvferry.execution.digests import Integrity, comparable
-from kvferry.execution.executor import Executor, JobResult, cores_that_do_not_compute
+from kvferry.execution.executor import Executor, JobResult, cores_that_compute, cores_that_do_not_compute
 from kvferry.execution.peers import OwnRank
 from kvferry.execution.source import Writer
 from kvferry.execution.trial import Side, Trial
@@ -298,7 +297,7 @@ class WorkerRole:
             end_points=end_points,
             transports=self._transports,
             executor=Executor(
-                cores_that_do_not_compute(), self._order, self._report_still_writing, os.sched_getaffinity(0)
+                cores_that_do_not_compute(), self._order, self._report_still_writing, cores_that_compute()
             ),
             order=self._order,
             source_engines=SourceEngines(
