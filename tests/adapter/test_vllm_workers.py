@@ -537,6 +537,26 @@ def test_the_transfer_thread_runs_on_the_cores_that_do_not_compute_and_reports_t
     role.shutdown()
 
 
+def test_a_rank_that_computes_nothing_lends_its_cores_to_the_transfer_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = os.sched_getaffinity(0)
+    free = {min(every)}
+    cores = {"cores_that_do_not_compute": free, "cores_that_compute": every - free}
+    role = make_worker_role(monkeypatch, Settings(transport="cma"), Rank(0, 1).shard, **cores)
+    thread = role._rank.executor
+
+    def used() -> set[int]:
+        thread.wake()
+        return os.sched_getaffinity(thread._thread.native_id)
+
+    role.take_finished()
+    wait_until(lambda: used() == every)
+    role.begin_step(StepMetadata())
+    wait_until(lambda: used() == free)
+    role.take_finished()
+    wait_until(lambda: used() == every)
+    role.shutdown()
+
+
 def test_a_rank_that_is_written_to_connects_to_no_source(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sources write: a way from here to them need not exist."""
     connect = Mock(wraps=workers.receiver._transports.connect)

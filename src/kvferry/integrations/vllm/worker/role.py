@@ -297,7 +297,10 @@ class WorkerRole:
             end_points=end_points,
             transports=self._transports,
             executor=Executor(
-                cores_that_do_not_compute(), self._order, self._report_still_writing, cores_that_compute()
+                cores_that_do_not_compute(),
+                self._order,
+                self._report_still_writing,
+                compute_cores=cores_that_compute(),
             ),
             order=self._order,
             source_engines=SourceEngines(
