@@ -1,7 +1,10 @@
 """Engines' configurations as the rules about vLLM's flags see them, and what the rules find."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+from pydantic import ValidationError
 
 from kvferry.errors import KVFerryError
 from kvferry.integrations.vllm.connector_configs import CONNECTOR, ConnectorConfig
@@ -22,6 +25,18 @@ CACHE = {
     "prefix_caching_hash_algo": "sha256_cbor",
     "enable_prefix_caching": True,
 }
+
+
+def refused_lines(make: Callable[[], object]) -> list[str]:
+    """Return the lines of the error with which vLLM's configuration ends; none where it is made."""
+    try:
+        make()
+    except ValidationError as error:
+        [only] = error.errors()
+        return str(only["ctx"]["error"]).splitlines()
+    except KVFerryError as error:
+        return str(error).splitlines()
+    return []
 
 
 def flag_errors(

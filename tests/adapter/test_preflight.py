@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as limits
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
@@ -34,9 +33,10 @@ from kvferry.integrations.vllm import preflight
 from kvferry.integrations.vllm.connector_configs import CONNECTOR, SEVERAL
 from kvferry.integrations.vllm.preflight import OFFLOAD, EngineHere, check_configuration, engine_here, transfer_of
 from kvferry.integrations.vllm.refused_flags import IGNORED, RULES
+from kvferry.tiers.disk.segments import cells_name, segment_name
 from kvferry.tiers.local_disk import open_directory
 
-from .engine_flags import flag_errors
+from .engine_flags import flag_errors, refused_lines
 from .test_values_for_peers import configured
 
 HOST = "127.0.0.1"
@@ -44,14 +44,19 @@ NOT_HERE = "192.0.2.1"
 
 
 def refused(connector: str, settings: dict[str, Any], **more: Any) -> list[str]:
-    """Return the lines of the error with which vLLM's configuration ends; none where it is made."""
-    try:
-        configured(connector, settings, **more)
-    except ValidationError as error:
-        return str(error.errors()[0]["ctx"]["error"]).splitlines()
-    except KVFerryError as error:
-        return str(error).splitlines()
-    return []
+    """Return the lines of the error with which a configuration with these settings ends."""
+    return refused_lines(lambda: configured(connector, settings, **more))
+
+
+def leave_free(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every file system have so many bytes free, to a block of the file system."""
+    look = os.statvfs
+
+    def fuller(place: Any) -> os.statvfs_result:
+        found = look(place)
+        return os.statvfs_result((*found[:4], num_bytes // found.f_frsize, *found[5:]))
+
+    monkeypatch.setattr(os, "statvfs", fuller)
 
 
 @contextmanager
@@ -83,7 +88,6 @@ def test_each_wrong_setting_of_the_machine_is_one_line(tmp_path: Path, monkeypat
         disk = {"host_bytes": 1, "disk_bytes": "1 GiB"}
         pool = {"host_bytes": 1, "pool_bytes": "16 MiB"}
         cases: list[tuple[str, dict[str, Any], str, Reason]] = [
-            (CONNECTOR, {"port": port}, f"cannot listen on {HOST}:{port}", Reason.PORT_IN_USE),
             (CONNECTOR, {"bootstrap_port": port}, '"bootstrap_port" in kv_conn', Reason.PORT_IN_USE),
             (CONNECTOR, {"rank_ports": f"{port}-{port}"}, "0 of the ports", Reason.PORT_IN_USE),
             (CONNECTOR, {"host": NOT_HERE, "keys": "none"}, "an address of this machine", Reason.INVALID_SETTING),
@@ -313,6 +317,38 @@ def test_the_command_prints_what_is_in_force_or_a_line_for_each_error(tmp_path: 
     ):
         code, told = checked(wrong)
         assert (code, said in told) == (2, True), told
+
+
+def test_the_command_knows_how_many_ranks_an_engine_has() -> None:
+    with taken_port() as port:
+        for settings, flag, told in (
+            ({"rank_ports": f"{port}-{port}"}, "--tensor-parallel-size", "this engine needs 2"),
+            ({"port": port - 1}, "--data-parallel-size", f"{HOST}:{port}"),
+        ):
+            code, said = checked(settings, flag, "2")
+            assert (code, told in said) == (2, True), said
+    assert CliRunner().invoke(app, ["settings", "--tensor-parallel-size", "2"]).exit_code == 2
+
+
+def test_a_folder_with_less_room_than_it_may_use_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "blocks"
+    settings = {"host_bytes": 1, "disk_path": str(folder), "disk_bytes": "64 MiB"}
+    leave_free(40 << 20, monkeypatch)
+    told = f"{folder}: the disk tier may use 64.0 MiB and uses 0 B, but its file system has 40.0 MiB free."
+    code, said = checked(settings)
+    assert (code, f"warning: {told}" in said) == (0, True), said
+    code, said = checked(settings, "--json")
+    [warning] = json.loads(said)["warnings"]
+    assert (code, warning.startswith(told)) == (0, True)
+    # Blocks that are there already take none of what is free.
+    directory, lock = open_directory(folder)
+    (folder / cells_name(segment_name(1))).write_bytes(bytes(30 << 20))
+    os.close(lock)
+    directory.close()
+    assert json.loads(checked(settings, "--json")[1])["warnings"] == []
+    leave_free(0, monkeypatch)
+    code, said = checked(settings)
+    assert (code, "uses 30.0 MiB" in said) == (0, True), said
 
 
 values = st.none() | st.booleans() | st.integers(-1, 1 << 60) | st.sampled_from(["", "a", "7-5", "1 GiB", "http://a:1"])

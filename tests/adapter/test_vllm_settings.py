@@ -193,16 +193,6 @@ def test_a_value_of_another_type_is_told_in_a_users_words(settings: dict[str, An
     assert refusal.value.message == f"kv_connector_extra_config: {told}"
 
 
-def test_all_that_an_engine_on_every_interface_lacks_is_one_error() -> None:
-    with pytest.raises(SettingsError) as refusal:
-        parse_settings({"host": "0.0.0.0"})
-    reachable, keys = str(refusal.value).splitlines()
-    assert "no address that other engines can connect to" in reachable
-    assert 'Set "advertised_host"' in reachable
-    assert "there are no keys" in keys
-    assert "kvferry keys new" in keys
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

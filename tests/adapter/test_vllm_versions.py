@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.integrations.vllm import plugin, versions
+from kvferry.integrations.vllm.connector_configs import SEVERAL
 from kvferry.integrations.vllm.engine_core import RANK_NAME, Engine, RankMonitor
 from kvferry.integrations.vllm.names import checker
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_filled_whole
@@ -20,6 +21,7 @@ from kvferry.integrations.vllm.scheduler.offload import check_offloadable
 from kvferry.integrations.vllm.versions import Support, check_version, report_version
 from kvferry.layout.shard import CacheKind
 
+from .engine_flags import refused_lines
 from .vllm_copies import FOLDER, changed_copy, parsed_once
 
 UNKNOWN = "0.99.0"
@@ -161,9 +163,11 @@ def test_nothing_is_said_of_a_tested_version_nor_by_vllms_other_processes(
 def test_the_plugin_refuses_its_connectors_where_a_function_is_gone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    monkeypatch.setattr(VllmConfig, "__post_init__", VllmConfig.__post_init__)
     install(monkeypatch, UNKNOWN, changed_copy(tmp_path, "vllm.v1.core.block_pool", "def touch(", "def keep("))
     with caplog.at_level(logging.ERROR, logger=plugin.__name__):
         plugin.register()
@@ -172,6 +176,14 @@ def test_the_plugin_refuses_its_connectors_where_a_function_is_gone(
         with pytest.raises(SettingsError, match="kvferry cannot use it") as refused:
             KVConnectorFactory.get_connector_class_by_name(name)
         assert refused.value.reason is Reason.UNSUPPORTED_VERSION
+        # Before the weights load.
+        listed = {"connectors": [{"kv_connector": name, "kv_role": "kv_both"}]}
+        for transfer in ({"kv_connector": name}, {"kv_connector": SEVERAL, "kv_connector_extra_config": listed}):
+            config = KVTransferConfig(kv_role="kv_both", **transfer)  # type: ignore[arg-type]
+            [line] = refused_lines(lambda config=config: VllmConfig(kv_transfer_config=config))  # type: ignore[misc]
+            assert line.endswith("[unsupported-version]")
+    assert VllmConfig(kv_transfer_config=KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both"))
+    assert VllmConfig().kv_transfer_config is None
     assert "BlockPool.touch" in caplog.text
     assert "[unsupported-version]" in caplog.text
 

@@ -404,6 +404,8 @@ def _planned(prefill: Side, decode: Side) -> tuple[list[KVFerryError], Route | N
         transport = transport_between(prefill.ranks, decode.ranks)
     except KVFerryError as error:
         refusals[error.reason, error.remedy] = error
+    if prefill.directory.identity.model != decode.directory.identity.model:
+        return list(refusals.values()), None  # of unequal models the identities tell
     for entry, shard in zip(decode.ranks, destinations, strict=True):
         compares = Compares(Integrity(entry.digests), is_required=decode.facts.requires_digests)
         try:

@@ -14,7 +14,14 @@ from kvferry.cli.console import AsJson, open_console
 from kvferry.errors import KVFerryError, Reason, SettingsError, in_one_line
 from kvferry.integrations.vllm.connector_configs import CONNECTOR
 from kvferry.integrations.vllm.offload_settings import OffloadSettings
-from kvferry.integrations.vllm.preflight import READERS, EngineHere, errors_of, settings_in_force, transfer_of
+from kvferry.integrations.vllm.preflight import (
+    READERS,
+    EngineHere,
+    errors_of,
+    settings_in_force,
+    transfer_of,
+    warnings_of,
+)
 from kvferry.integrations.vllm.refused_flags import IGNORED, NEEDED, RULES
 from kvferry.integrations.vllm.settings import Settings
 
@@ -26,15 +33,16 @@ A wrong configuration ends the engine before it loads weights: settings, flags, 
 checked at once, and vLLM's traceback (`Value error, ...`) has a line for each error. `kvferry settings --check JSON`
 checks all but flags without an engine. What only caches tell ends the engine later: its log has `kvferry.errors`.
 
-A host is a name or an address alone, without `http://` and without a port.
+A host is a name or address, without `http://` or port.
 
 ## KVFerryConnector
 
 {table}
 
 Where `VLLM_PLUGINS` leaves kvferry's plugin out, add `"kv_connector_module_path":
-"kvferry.integrations.vllm.connector"` to `--kv-transfer-config`; on a CPU vLLM then keeps its caches in `LBHNC`.
-With that path, leave `--disable-hybrid-kv-cache-manager` out: the engine would end at its start.
+"kvferry.integrations.vllm.connector"` to `--kv-transfer-config`; on a CPU vLLM then keeps its caches in `LBHNC`,
+and settings are checked after weights load. Then leave `--disable-hybrid-kv-cache-manager` out: the engine
+would not start.
 
 When a load fails, vLLM's `kv_load_failure_policy` decides: `fail` (its default) answers with an error, `recompute`
 computes the prompt on the decode engine.
@@ -86,6 +94,12 @@ def settings(
             "that starts now on this machine would, but for vLLM's flags."
         ),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="With --check: the engine's ranks, which need ports.")
+    ] = 1,
+    data_parallel_size: Annotated[
+        int, typer.Option(min=1, help="With --check: engines on this machine, which need ports, folders and memory.")
+    ] = 1,
     as_json: AsJson = False,
 ) -> None:
     """List the settings of KVFerryConnector and KVFerryOffloadConnector, which go into kv_connector_extra_config.
@@ -94,12 +108,15 @@ def settings(
 
     kvferry settings --json
 
-    kvferry settings --check '{"port": 5600, "lease_seconds": 30}'
+    kvferry settings --check '{"port": 5600, "lease_seconds": 30}' --tensor-parallel-size 2
     """
     if markdown and (as_json or check is not None):
         raise typer.BadParameter("--markdown goes alone.")
     if check is not None:
-        raise typer.Exit(_check(check, as_json))
+        here = EngineHere(range(data_parallel_size), tensor_parallel_size, has_bootstrap=data_parallel_size == 1)
+        raise typer.Exit(_check(check, here, as_json))
+    if (tensor_parallel_size, data_parallel_size) != (1, 1):
+        raise typer.BadParameter("--tensor-parallel-size and --data-parallel-size need --check.")
     moving, offload = describe_settings(), describe_settings(OffloadSettings)
     if as_json:
         listed = {"settings": moving, "offload_settings": offload}
@@ -111,22 +128,26 @@ def settings(
             open_console().print(_table(title, these))
 
 
-def _check(given: str, as_json: bool) -> int:
-    """Print the settings in force, or all errors; return the exit code."""
-    errors, in_force = list[KVFerryError](), list[tuple[str, dict[str, Any]]]()
+def _check(given: str, here: EngineHere, as_json: bool) -> int:
+    """Print the settings in force and warnings, or all errors; return the exit code."""
+    errors, in_force, warnings = list[KVFerryError](), list[tuple[str, dict[str, Any]]](), list[str]()
     try:
         connectors = transfer_of(_read_json(given))
-        errors = errors_of(connectors, EngineHere())
+        errors = errors_of(connectors, here)
+        warnings = [] if errors else warnings_of(connectors, here)
         in_force = [(each.name, settings_in_force(each)) for each in connectors if each.name in READERS]
     except KVFerryError as error:
         errors = [error]
     if as_json:
         told = [{"reason": each.reason.value, "message": each.message, "remedy": each.remedy} for each in errors]
         settings = [] if errors else [{"connector": name, "settings": values} for name, values in in_force]
-        typer.echo(json.dumps({"ok": not errors, "errors": told, "connectors": settings}, indent=2))
+        found = {"ok": not errors, "errors": told, "warnings": warnings, "connectors": settings}
+        typer.echo(json.dumps(found, indent=2))
     elif errors:
         typer.echo("\n".join(map(in_one_line, errors)), err=True)
     else:
+        for warning in warnings:
+            typer.echo(f"warning: {warning}", err=True)
         typer.echo("ok")
         for name, values in in_force:
             typer.echo("\n".join([name, *(f"  {setting}: {json.dumps(value)}" for setting, value in values.items())]))

@@ -25,7 +25,7 @@ import stat
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -324,14 +324,9 @@ class LocalDisk(ThreadedTier[DiskLoad, DiskStore]):
         """Say that the file system has less room than the tier may still use: the tier is full earlier then."""
         with suppress(OSError):  # some file systems do not know
             found = os.fstatvfs(self._directory.descriptor)
-            free, used = found.f_bavail * found.f_frsize, self._space.occupied_bytes
-            if free < self._space.capacity_bytes - used:
-                logger.warning(
-                    "%s: the disk tier may use %s and uses %s, but its file system has %s free. Make room, or give the"
-                    " tier fewer bytes.",
-                    self._directory.path,
-                    *map(format_bytes, (self.capabilities.capacity_bytes, used, free)),
-                )
+            capacity_bytes, used = self.capabilities.capacity_bytes, self._space.occupied_bytes
+            if told := _why_less_room(self._directory.path, capacity_bytes, used, found):
+                logger.warning("%s", told)
 
     def _release(self) -> None:
         for file in self._files.values():
@@ -502,28 +497,51 @@ def check_capacity(capacity_bytes: int) -> None:
         raise TierError(Reason.INVALID_SETTING, asked, f"Give it at least {2 * RESERVED_BYTES} bytes.")
 
 
-def check_directory(path: Path, capacity_bytes: int) -> None:
+def check_directory(path: Path, capacity_bytes: int) -> str:
     """Raise as :class:`LocalDisk` for a directory that cannot be used, or has an owner; leave it free, or unmade.
 
-    Raises :class:`TierError` ``invalid-setting`` also for a capacity that is more than the whole file system.
+    Return a warning where the file system has less room than the tier may use; else nothing. Raises :class:`TierError`
+    ``invalid-setting`` also for a capacity that is more than the whole file system, and ``tier-full`` where there are
+    no blocks yet and no room for the first.
     """
     check_capacity(capacity_bytes)
     with errors_of(path):
         is_made = path.exists()
         place = next(each for each in (path, *path.absolute().parents) if each.exists())
-        whole = os.statvfs(place)
+        found = os.statvfs(place)
+    used = 0
     if is_made:
         directory, lock = open_directory(path)
         os.close(lock)
-        directory.close()
+        with closing(directory):
+            used = sum(map(directory.occupied_bytes, directory.segment_names()))
     elif not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         problem = f"{path} is not there, and cannot be made in {place} by user {os.geteuid()}."
         raise TierError(Reason.TIER_FAILED, problem, "Make the directory for this user, or name another one.")
-    # Some file systems do not know their size.
-    if 0 < whole.f_blocks * whole.f_frsize < capacity_bytes:
-        sizes = f"{format_bytes(whole.f_blocks * whole.f_frsize)} in all, and the tier may use"
-        problem = f"the file system of {path} has {sizes} {format_bytes(capacity_bytes)}."
+    whole, free = (blocks * found.f_frsize for blocks in (found.f_blocks, found.f_bavail))
+    if 0 < whole < capacity_bytes:
+        sizes = f"{format_bytes(whole)} in all, and the tier may use {format_bytes(capacity_bytes)}"
+        problem = f"the file system of {path} has {sizes}."
         raise TierError(Reason.INVALID_SETTING, problem, "Give the tier fewer bytes, or a directory on a larger disk.")
+    needed = _segment_bytes(capacity_bytes - RESERVED_BYTES)
+    if whole and not used and free < needed:
+        sizes = f"{format_bytes(free)} free, and the first blocks of a tier of {format_bytes(capacity_bytes)} take"
+        problem = f"the file system of {path} has {sizes} {format_bytes(needed)}."
+        raise TierError(Reason.TIER_FULL, problem, "Make room, give the tier fewer bytes, or name another directory.")
+    return _why_less_room(path, capacity_bytes, used, found)
+
+
+def _why_less_room(path: Path, capacity_bytes: int, used_bytes: int, found: os.statvfs_result) -> str:
+    """Return a warning where a file system has less room than a tier may still use: the tier is full earlier then."""
+    free = found.f_bavail * found.f_frsize
+    # Some file systems do not know their size.
+    if not found.f_blocks or free >= capacity_bytes - RESERVED_BYTES - used_bytes:
+        return ""
+    may_use, uses, has_free = map(format_bytes, (capacity_bytes, used_bytes, free))
+    return (
+        f"{path}: the disk tier may use {may_use} and uses {uses}, but its file system has {has_free} free. Make room, "
+        "or give the tier fewer bytes."
+    )
 
 
 def _check_owner(directory: Directory) -> None:

@@ -1,6 +1,7 @@
 """Entry point ``vllm.general_plugins``: registers the connectors, and chooses the layouts of their caches."""
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvferry.errors import KVFerryError, LayoutError, Reason, SettingsError
@@ -48,16 +49,30 @@ def register() -> None:
 
 
 def refuse_connectors(error: KVFerryError) -> None:
-    """Make vLLM raise this error where its configuration names a connector of kvferry's."""
-    try:
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    except ImportError:
-        return  # then vLLM says that it does not know the connector
+    """Make vLLM raise this error where its configuration names a connector of kvferry's, and where it is asked for one.
+
+    What this vLLM does not have is left alone: then vLLM says that it does not know the connector.
+    """
 
     def refuse() -> NoReturn:
         raise SettingsError(error.reason, error.message, error.remedy)
 
-    KVConnectorFactory._registry.update(dict.fromkeys(CONNECTORS, refuse))
+    def refusing(finish: Any) -> Any:
+        def refuse_or_finish(config: "VllmConfig") -> None:
+            if any(each.name in CONNECTORS for each in connector_configs(config.kv_transfer_config)):
+                refuse()
+            finish(config)
+
+        return refuse_or_finish
+
+    with suppress(ImportError, AttributeError):
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        KVConnectorFactory._registry.update(dict.fromkeys(CONNECTORS, refuse))
+    with suppress(ImportError, AttributeError):
+        from vllm.config import VllmConfig
+
+        replace_once(VllmConfig, "__post_init__", refusing)
 
 
 def check_and_record_configurations() -> None:

@@ -108,6 +108,12 @@ def errors_of(
     return list({str(error): error for error in errors}.values())
 
 
+def warnings_of(connectors: Sequence[ConnectorConfig], here: EngineHere) -> list[str]:
+    """Return what connectors without errors lack on this machine: an engine starts, and logs the same."""
+    tiers = [READERS[OFFLOAD](each.settings).settings for each in connectors if each.name == OFFLOAD]
+    return [told for settings in tiers for rank in here.data_parallel_ranks if (told := _check_disk(rank, settings))]
+
+
 def transfer_of(given: Any) -> list[ConnectorConfig]:
     """Return the connectors in JSON: a value of ``--kv-transfer-config``, or settings of one connector, which the names
     of the settings tell. Raises :class:`SettingsError` (invalid-setting).
@@ -184,11 +190,12 @@ def _note_offload(found: Found[OffloadSettings], here: EngineHere) -> None:
     found.note(["pool_master"], _check_pool)
 
 
-def _check_disk(rank: int, settings: OffloadSettings) -> None:
-    if settings.disk_path and settings.disk_bytes:
-        from kvferry.tiers.local_disk import check_directory  # most engines have no disk tier
+def _check_disk(rank: int, settings: OffloadSettings) -> str:
+    if not (settings.disk_path and settings.disk_bytes):
+        return ""
+    from kvferry.tiers.local_disk import check_directory  # most engines have no disk tier
 
-        check_directory(disk_folder(settings, rank), settings.disk_bytes)
+    return check_directory(disk_folder(settings, rank), settings.disk_bytes)
 
 
 def _check_share(settings: OffloadSettings) -> None:

@@ -312,8 +312,7 @@ def read_settings(extra_config: Mapping[str, Any]) -> Found[Settings]:
     found.note(["model_id"], _check_model_id)
     found.note(["rank_ports"], _check_rank_ports)
     found.note(["port", "bootstrap_port", "rank_ports"], _check_ports)
-    found.note(["host", "advertised_host"], _check_reachable)
-    found.note(["host", "keys"], _check_has_keys)
+    found.note(["host", "advertised_host", "keys"], _check_reachable)
     found.note(["allowed_hosts"], _check_allowed_hosts)
     found.note(["router_address", "http_address"], _check_router)
     return found
@@ -407,23 +406,21 @@ def _check_host(name: str, settings: Settings) -> None:
 
 
 def _check_reachable(settings: Settings) -> None:
+    """Refuse, in one error, an engine that others cannot connect to, and one that anybody can."""
+    found = list[tuple[str, str]]()
     if is_wildcard(settings.reachable_host):
         name = "advertised_host" if settings.advertised_host else "host"
-        raise invalid_setting(
-            f"{name} {settings.reachable_host!r} means every interface, which is no address that other engines can "
-            "connect to.",
-            'Set "advertised_host" to the address or name at which they reach this machine.',
-        )
-
-
-def _check_has_keys(settings: Settings) -> None:
+        problem = f"{name} {settings.reachable_host!r} means every interface, which is no address that other engines "
+        remedy = 'Set "advertised_host" to the address or name at which they reach this machine.'
+        found.append((problem + "can connect to.", remedy))
     if not (settings.keys or is_loopback(settings.host)):
-        raise invalid_setting(
-            f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there could"
-            " read, change and free caches.",
-            "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
-            '"keys": "none" where nobody else reaches the network.',
-        )
+        problem = f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there "
+        remedy = "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
+        remedy += '"keys": "none" where nobody else reaches the network.'
+        found.append((problem + "could read, change and free caches.", remedy))
+    if found:
+        problems, remedies = zip(*found, strict=True)
+        raise invalid_setting(" ".join(problems), " ".join(remedies))
 
 
 def _check_rank_ports(settings: Settings) -> None:
