@@ -100,9 +100,8 @@ class Counted:
         """Whether the engine counts requests and loads."""
         return any(name.startswith("vllm:request_success") for name in self._before)
 
-    def take(self, num_loads: int = 0) -> None:
-        """Read the metrics until the engine has counted one request more and so many loads."""
-        until = time.monotonic() + METRICS_SECONDS
+    def take(self, until: float, num_loads: int = 0) -> None:
+        """Read the metrics until the engine has counted one request more and so many loads, or the time is over."""
         while self.is_known:
             self._after = metrics_of(self.side.server)
             loads = self.added(LOADS) + self.added(FAILED_LOADS)
@@ -171,11 +170,11 @@ class Prompts:
                     f"the prefill engine has answered {request_id} without naming a hold.",
                     "Its log says why the prompt is not held.",
                 )
-            counted[0].take()
+            counted[0].take(time.monotonic() + METRICS_SECONDS)
             sent.rows += _prefill_rows(counted[0], 1e3 * seconds)
             body = {"prompt": prompt, "kv_transfer_params": params}
             seconds, answer = self._post(decode.server, request_id, {"model": models[1], **body})
-            counted[1].take(len(decode.ranks))
+            counted[1].take(time.monotonic() + METRICS_SECONDS, len(decode.ranks))
             _answered(decode.server, answer, request_id, counted[1].reasons())
             params = None
         except KVFerryError as error:
@@ -196,9 +195,10 @@ class Prompts:
             request_id, prompt = _new_prompt()
             model = self._model_of(decode.server)
             seconds, answer = self._post(router, request_id, {"model": model, "prompt": prompt})
-            counted[1].take(len(decode.ranks))
+            until = time.monotonic() + METRICS_SECONDS
+            counted[1].take(until, len(decode.ranks))
             _answered(router, answer, request_id, counted[1].reasons())
-            counted[0].take()
+            counted[0].take(until)
             sent.rows.append(TimeRow("router", "HTTP request", 1e3 * seconds))
             if all(each.is_known for each in counted) and counted[1].added(LOADS) < 1:
                 raise _not_moved(counted[0].added(SUCCESSES), counted[1].added(SUCCESSES), counted[1].reasons())
