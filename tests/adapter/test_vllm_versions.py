@@ -166,6 +166,7 @@ def test_the_plugin_refuses_its_connectors_where_a_function_is_gone(
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    of_vllm = {name: each for name, each in KVConnectorFactory._registry.items() if name not in plugin.CONNECTORS}
     monkeypatch.setattr(KVConnectorFactory, "_registry", {})
     monkeypatch.setattr(VllmConfig, "__post_init__", VllmConfig.__post_init__)
     install(monkeypatch, UNKNOWN, changed_copy(tmp_path, "vllm.v1.core.block_pool", "def touch(", "def keep("))
@@ -176,7 +177,9 @@ def test_the_plugin_refuses_its_connectors_where_a_function_is_gone(
         with pytest.raises(SettingsError, match="kvferry cannot use it") as refused:
             KVConnectorFactory.get_connector_class_by_name(name)
         assert refused.value.reason is Reason.UNSUPPORTED_VERSION
-        # Before the weights load.
+    # Before the weights load, where vLLM's configuration asks for no class.
+    monkeypatch.setattr(KVConnectorFactory, "_registry", of_vllm)
+    for name in plugin.CONNECTORS:
         listed = {"connectors": [{"kv_connector": name, "kv_role": "kv_both"}]}
         for transfer in ({"kv_connector": name}, {"kv_connector": SEVERAL, "kv_connector_extra_config": listed}):
             config = KVTransferConfig(kv_role="kv_both", **transfer)  # type: ignore[arg-type]
