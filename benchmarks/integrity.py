@@ -11,6 +11,7 @@ no message. Spans of 8 layers are written.
 
 import json
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -23,18 +24,20 @@ import typer
 from rich.table import Table
 from transport_movers import allocate
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 from kvferry.cli.console import open_console, progress
 from kvferry.execution.digests import Integrity, PartCells, PartDigests, WrittenDigests
 from kvferry.execution.executor import JobResult, Phase
 from kvferry.execution.source import Write
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.source import END, BlockList, Part, Prompt, SourceWrites, WriteRequest, announced_blocks
-from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import LayerSpans, PairPlan, Route
 from kvferry.transport.registry import TransportSet, open_transports
+from tests.support.dense import Content, shard_for
 
 NUM_LAYERS, HEAD_SIZE, ITEMSIZE = 36, 128, 2
 DEADLINE_SECONDS = 60.0

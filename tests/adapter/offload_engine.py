@@ -50,11 +50,12 @@ from kvferry.integrations.vllm.offload_names import GROUP_BYTES, NAMESPACE_BYTES
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.scheduler import offload_tiers
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Region, Shard, decode_shard, encode_shard
 from kvferry.layout.slab import slab_shard
 from kvferry.tiers.protocol import LowerTier
+
+from ..support.dense import shard_for
 
 VOCABULARY = 50
 BLOCK_SIZE = 16

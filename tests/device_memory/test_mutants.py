@@ -261,7 +261,6 @@ def parts_of(value: Any) -> list[str]:
 HOST_ONLY = {
     "integrations.vllm.connector": "passes the views on",
     "integrations.vllm.scheduler.offload_tiers": "a slab is host memory",
-    "layout.dense": "makes shards of given addresses, for doctor, tests and plans",
     "layout.shard": "a region is its address",
     "layout.slab": "a slab is host memory",
     "tiers.host_memory": "a slab is host memory",

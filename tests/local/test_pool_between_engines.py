@@ -9,7 +9,6 @@ import pytest
 
 from kvferry.execution.executor import Executor
 from kvferry.execution.local_copy import LocalCopy, LocalRoute
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
@@ -19,6 +18,7 @@ from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Stack
 
+from ..support.dense import shard_for
 from ..support.oracle import Arena, OracleMismatch, check_moved, strided_memory
 from ..support.tier_suite import block_keys
 from .pool_master import Master, SharedClients, open_pool, skip_without_mooncake, wait_until

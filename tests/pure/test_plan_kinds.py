@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import Reason
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import (
     CacheGroup,
@@ -38,6 +37,7 @@ from kvferry.plan.match import (
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof import verify_destination, verify_pair
 
+from ..support.dense import shard_for
 from .refusals import refused
 
 SHARES = st.builds(

@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import Reason, TierError
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
@@ -44,6 +43,8 @@ from kvferry.tiers.protocol import (
     TierCopy,
 )
 from kvferry.tiers.slab_memory import SlabMemory
+
+from .dense import shard_for
 
 BLOCK_BYTES = 65_536
 FINISH_SECONDS = 20.0

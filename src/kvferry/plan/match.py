@@ -154,7 +154,7 @@ def choose_sources(sources: Sequence[Shard], destination: Shard, selector: int) 
     (``missing-source``).
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> def shard(tp_rank, tp_size):
     ...     return shard_for(layers=["0"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10,
     ...         layout=NamedLayout.BHLNC, tp_rank=tp_rank, tp_size=tp_size)

@@ -440,7 +440,7 @@ class PairPlan:
     """The plan of one ``assignment`` from :func:`choose_sources`, for any request.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> from kvferry.plan.match import choose_sources
     >>> shape = dict(layers=["0", "1"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10)
     >>> prefill = [shard_for(layout=NamedLayout.BHLNC, tp_rank=rank, tp_size=2, **shape) for rank in range(2)]

@@ -126,7 +126,7 @@ class _Pool:
 class HostMemory:
     """The index of a slab.
 
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.slab import slab_shard
     >>> rank = shard_for(layers=["0"], num_kv_heads=1, head_size=8, itemsize=2, block_size=16, num_blocks=10,

@@ -77,7 +77,7 @@ class Stack:
     A request's way: :meth:`locate`, :meth:`ask` until there is a promise, :meth:`begin_load`, :meth:`complete_load`;
     and :meth:`drop` wherever it leaves that way. A step's way: :meth:`prepare_store`, :meth:`land` for each part.
 
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.slab import slab_shard
     >>> from kvferry.tiers.protocol import KEY_BYTES
