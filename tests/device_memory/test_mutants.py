@@ -81,7 +81,7 @@ TOUCHES = {
     "integrations.vllm.worker.offload:OffloadWorker.register_kv_caches": "offload",
     "integrations.vllm.worker.role:WorkerRole.register_kv_caches": "worker",
     "plan.planner:PairPlan.lower": "worker",
-    "plan.planner:Route.proved_plans": "worker",
+    "plan.planner:Planner.proved_plans": "worker",
     "plan.planner:build_templates": "load",
     "plan.proof:_sorted_in_bounds": "worker",
     "tiers.slab_trial:SlabTrial.run": "offload",

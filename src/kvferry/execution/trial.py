@@ -27,7 +27,7 @@ from kvferry.layout.slab import slab_shard
 from kvferry.models.groups import AttentionCache, RankMemory, form_groups, model_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.match import GroupBlocks
-from kvferry.plan.planner import PairPlan, Route
+from kvferry.plan.planner import PairPlan, Planner
 from kvferry.transport.protocol import Direction, Status
 from kvferry.transport.registry import TransportSet
 
@@ -149,7 +149,7 @@ class Trial:
         while (link := connecting.poll()) is None:
             _wait(deadline)
         self._transport = link.name
-        for plan in Route([source.shard], destination.shard).proved_plans(0):
+        for plan in Planner([source.shard], destination.shard).proved_plans(0):
             transfer = link.transport.submit(link.peer, Direction.WRITE, plan.lower(blocks))
             while link.transport.poll(transfer) is Status.PENDING:
                 _wait(deadline)
