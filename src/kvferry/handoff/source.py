@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -166,16 +166,6 @@ class SourceWrite:
         """Give up once the deadline has passed."""
         if self.state is WriteState.OPEN and now >= self._deadline:
             self.fail(_late(self._transfer_id))
-
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """Return the state as plain data, times relative to ``now``, the error as its reason code."""
-        return {
-            "state": self.state.value,
-            "reached": {f"{span.group}/{span.number}": token for span, token in self._reached.items()},
-            "in_flight": len(self._in_flight),
-            "error": None if self.error is None else self.error.reason.value,
-            "deadline_in": self._deadline - now,
-        }
 
     def _ready(self, span: Span, final: int) -> int:
         need = self._needs[span]
@@ -439,17 +429,6 @@ class SourceWrites:
         if key in self._revoked:
             return Outcome(_revoked())
         return self._may_land.get(key) or self._outcomes.get(key)
-
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """Return the state as plain data: prompts' final tokens, and each open write with its remaining seconds."""
-        return {
-            "prompts": {name: prompt.num_final for name, prompt in sorted(self._prompts.items())},
-            "writes": {
-                f"{key.receiver} {key.receiver_epoch} {key.number}": write.snapshot(now)
-                for key, write in sorted(self._open.items())
-            },
-            "ended": sorted(self._ended),
-        }
 
     def _lacks_prompt(self, request: WriteRequest, now: float) -> bool:
         """Return whether the prompt should be known by now and is not."""

@@ -523,10 +523,6 @@ class Quarantine:
         """Return how many quarantined requests the engine no longer waits for."""
         return len(self._kept_since.keys() - loading.keys())
 
-    def snapshot(self, now: float) -> dict[str, float]:
-        """Return the quarantined requests and for how many seconds their blocks have been kept."""
-        return {request_id: now - since for request_id, since in sorted(self._kept_since.items())}
-
 
 def _name(request_id: str) -> Hashable:
     # No handle of a hold is equal to it.
