@@ -192,11 +192,6 @@ class HostMemory:
         self._check(keys)
         return self._presences[self._slots_of(keys)]
 
-    def presence(self, key: BlockKey) -> Presence:
-        """Return the presence of one block; :meth:`look_up` of many is quicker than this of each."""
-        self._check_open()
-        return Presence(self._presences[self._slot_of.get(key, self.num_slots)])
-
     def visible_among(self, keys: list[BlockKey]) -> list[BlockKey]:
         """Return the visible blocks among any number of keys, in their order."""
         return self._visible(keys)[0]
