@@ -238,8 +238,6 @@ def _first_token(group: GroupShape, source_block_size: int, tokens: tuple[int, i
         window=group.window,
         source_block_size=source_block_size,
         destination_block_size=group.block_size,
-        # Whole pages need equal block sizes; then vLLM's first token begins a block on both sides.
-        whole_pages=False,
     )
 
 
