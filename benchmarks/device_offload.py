@@ -11,6 +11,7 @@ compared.
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,17 +25,19 @@ import torch
 import typer
 from rich.table import Table
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 from kvferry.cli.console import open_console
 from kvferry.execution.device import device_order
 from kvferry.execution.device_gather import take_buffer
 from kvferry.execution.executor import Executor
 from kvferry.execution.local_copy import LocalCopy, LocalRoute, PinnedMemory
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.match import GroupBlocks
 from kvferry.tiers.slab_memory import SlabMemory
+from tests.support.dense import shard_for
 
 LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_SIZE, ITEMSIZE = 36, 16, 8, 128, 2
 RATES = ("store", "load", "store by pieces", "load by pieces", "store by torch", "load by torch")

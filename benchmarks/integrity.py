@@ -11,6 +11,7 @@ no message. Spans of 8 layers are written.
 
 import json
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -23,18 +24,20 @@ import typer
 from rich.table import Table
 from transport_movers import allocate
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 from kvferry.cli.console import open_console, progress
 from kvferry.execution.digests import Integrity, PartCells, PartDigests, WrittenDigests
 from kvferry.execution.executor import JobResult, Phase
 from kvferry.execution.source import Write
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.source import END, BlockList, Part, Prompt, SourceWrites, WriteRequest, announced_blocks
-from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard
 from kvferry.plan.match import GroupBlocks
-from kvferry.plan.planner import LayerSpans, PairPlan, Route
+from kvferry.plan.planner import LayerSpans, PairPlan, Planner
 from kvferry.transport.registry import TransportSet, open_transports
+from tests.support.dense import Content, shard_for
 
 NUM_LAYERS, HEAD_SIZE, ITEMSIZE = 36, 128, 2
 DEADLINE_SECONDS = 60.0
@@ -101,18 +104,18 @@ class Engines:
         self.link = self.transports.connect(self.transports.register(regions))
         while self.link.poll() is None:
             time.sleep(0.001)
-        self.route = Route([rank.shard for rank in self.sources], self.destination.shard)
+        self.planner = Planner([rank.shard for rank in self.sources], self.destination.shard)
         self._generator = np.random.default_rng(7)
         self._case = case
         self._spans = LayerSpans({"full": [str(layer) for layer in range(NUM_LAYERS)]})
         self._number = 0
         self._cells = {
             (plan, kept, at_source): PartCells(plan, kept, at_source=at_source)
-            for plan in self.route.plans(0)
+            for plan in self.planner.plans(0)
             for kept in (Integrity.SAMPLE, Integrity.FULL)
             for at_source in (True, False)
         }
-        for plan in self.route.plans(0):
+        for plan in self.planner.plans(0):
             self._spans.plans(plan)
 
     def blocks(self) -> GroupBlocks:
@@ -136,7 +139,7 @@ class Engines:
         self._number += 1
         key, blocks = WriteKey("benchmark/0", 1, self._number), self.blocks()
         results, compared, seconds = [], 0.0, 0.0
-        for plan in self.route.plans(0):
+        for plan in self.planner.plans(0):
             part = Part(plan, announced_blocks(plan, [blocks])).in_spans(self._spans.plans(plan))
             written = None
             if integrity is not Integrity.OFF:

@@ -36,10 +36,11 @@ from rich.table import Table
 from transport import parse_size
 from transport_movers import allocate
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 from kvferry.arrays import Bytes
 from kvferry.cli.console import open_console, progress
 from kvferry.execution.local_copy import LocalRoute, copy_blocks
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard
 from kvferry.layout.slab import slab_shard
@@ -52,6 +53,7 @@ from kvferry.tiers.protocol import KEY_BYTES, BlockKey, Slots
 from kvferry.tiers.slab_memory import SlabMemory
 from kvferry.tiers.stack import Stack
 from kvferry.units import format_bytes
+from tests.support.dense import shard_for
 
 NUM_LAYERS, BLOCK_TOKENS = 36, 16
 TOKEN_BYTES = 512

@@ -50,11 +50,13 @@ from kvferry.integrations.vllm.offload_names import GROUP_BYTES, NAMESPACE_BYTES
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.scheduler import offload_tiers
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Region, Shard, decode_shard, encode_shard
 from kvferry.layout.slab import slab_shard
 from kvferry.tiers.protocol import LowerTier
+
+from ..support.dense import shard_for
+from ..support.offload_state import role_state
 
 VOCABULARY = 50
 BLOCK_SIZE = 16
@@ -437,7 +439,11 @@ class Engine:
             self.step()
             if self.role.has_pending_work():
                 time.sleep(0.0005)  # for the threads of a disk
-        raise AssertionError(f"the engine does not come to an end: {self.role.snapshot()}")
+        raise AssertionError(f"the engine does not come to an end: {self.state()}")
+
+    def state(self) -> dict[str, Any]:
+        """Return what the connector's scheduler keeps and has counted."""
+        return role_state(self.role)
 
     def end_copies(self, *, fails: bool = False) -> None:
         while self.ranks.copies:
@@ -445,7 +451,7 @@ class Engine:
 
     def check_at_rest(self) -> None:
         """Check that nothing is pinned, kept or promised, and that every visible block has the content of its key."""
-        state = self.role.snapshot()
+        state = self.state()
         tiers = state["tiers"]["host_memory"]
         assert (state["promised"], state["loads"], state["stores"], state["kept_blocks"]) == (0, [], 0, 0), state
         assert (tiers["num_pinned"], tiers["num_loads"], tiers["num_stores"]) == (0, 0, 0), tiers

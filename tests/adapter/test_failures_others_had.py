@@ -62,7 +62,7 @@ def test_lmcache_2933_a_hundred_warm_requests_keep_no_block(make_role: Any) -> N
         next_step(prefill)
     assert kept(prefill) == kept(decode) == []
     assert prefill._state.holds.num_holds == 0
-    assert not decode._state.leases._holds.snapshot(0.0)
+    assert not decode._state.leases._holds._uses
     assert not decode._loading
 
 
@@ -122,7 +122,7 @@ def test_vllm_ascend_7236_a_full_prefix_hit_is_never_reported_as_received(make_r
     decode.update_state_after_alloc(ours, allocated([11, 12, 13, 14, 15]), 0)
     orders = next_step(decode, "d")
     assert (orders.loads, decode._loading) == ([], {}), "no rank is asked for anything that it would report"
-    assert not decode._state.leases._holds.snapshot(0.0), "the hold is let go"
+    assert not decode._state.leases._holds._uses, "the hold is let go"
 
 
 def test_vllm_ascend_6325_the_two_engines_ids_of_a_request_differ_and_the_prefill_engines_is_carried(

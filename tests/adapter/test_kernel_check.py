@@ -28,6 +28,8 @@ from kvferry.integrations.vllm.kernels.check import (
 )
 from kvferry.layout.named_layouts import Axis, NamedLayout
 
+from ..support.dense import dense_strides
+
 LAYERS, HEADS, BLOCK_SIZE, CHANNELS = 3, 2, 8, 4
 CASE = KernelCase("FAKE", "float32", CHANNELS, BLOCK_SIZE)
 CROSS_LAYER = [layout for layout in NamedLayout if layout.is_cross_layer]
@@ -74,7 +76,7 @@ def as_if_dense(cache: torch.Tensor) -> torch.Tensor:
 
 def allocate(layout: NamedLayout) -> list[torch.Tensor]:
     sizes = {Axis.L: LAYERS, Axis.B: NUM_BLOCKS, Axis.H: HEADS, Axis.N: BLOCK_SIZE, Axis.C: CHANNELS}
-    strides = layout.strides(sizes)
+    strides = dense_strides(layout, sizes)
     buffer = torch.zeros(LAYERS * NUM_BLOCKS * HEADS * BLOCK_SIZE * CHANNELS)
     axes = (Axis.B, Axis.H, Axis.N, Axis.C)
     shape = [sizes[axis] for axis in axes]

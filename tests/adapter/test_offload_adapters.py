@@ -67,7 +67,7 @@ def test_trap_02_blocks_on_disk_are_of_an_adapters_weights_and_not_of_its_path(
     later.add("second", PROMPT, lora_request=request)
     later.run(3000)
     assert later.loaded["second"] == num_loaded
-    assert later.role.snapshot()["counts"].get("stores", 0) == 0 or change in ("weights", "scale")
+    assert later.state()["counts"].get("stores", 0) == 0 or change in ("weights", "scale")
     later.check_at_rest()
 
 
@@ -77,13 +77,13 @@ def test_trap_02_an_adapter_that_is_loaded_anew_while_the_engine_runs(adapter: P
     seen_before(engine, lora_request=LoRARequest("adapter", 1, str(adapter)))
     engine.add("running", prompt_of(3), max_tokens=80, lora_request=LoRARequest("adapter", 1, str(adapter)))
     engine.step()
-    num_stored = engine.role.snapshot()["counts"]["stores"]
+    num_stored = engine.state()["counts"]["stores"]
     train(adapter)
     engine.add("second", PROMPT[:-1], lora_request=LoRARequest("adapter", 1, str(adapter), load_inplace=True))
     while "running" not in engine.finished:
         engine.step()
     assert engine.loaded["second"] == 0
-    assert engine.role.snapshot()["counts"]["stores"] - num_stored <= 3, "those of the second request"
+    assert engine.state()["counts"]["stores"] - num_stored <= 3, "those of the second request"
     engine.run()
     for number, is_replaced in enumerate((False, True)):
         crowd_out(engine)
@@ -102,11 +102,11 @@ def test_trap_02_a_running_request_stores_nothing_once_its_adapter_has_other_fil
     request = engine.add("running", prompt_of(3), max_tokens=80, lora_request=LoRARequest("adapter", 1, str(adapter)))
     for _ in range(20):
         engine.step()
-    num_stored = engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"]
+    num_stored = engine.state()["tiers"]["host_memory"]["num_blocks"]
     assert num_stored >= 3
     train(adapter)
     engine.run()
-    assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == num_stored
+    assert engine.state()["tiers"]["host_memory"]["num_blocks"] == num_stored
     tokens = list(request.all_token_ids)
     crowd_out(engine)
     engine.add("again", tokens, lora_request=LoRARequest("adapter", 1, str(adapter), load_inplace=True))
@@ -122,11 +122,11 @@ def test_trap_02_an_adapter_that_vllm_has_dropped_and_read_again_under_one_id(
     engine = make_engine(num_blocks=40, host_blocks=400)
     seen_before(engine, lora_request=LoRARequest("adapter", 1, str(adapter)))
     train(adapter)
-    num_stores = engine.role.snapshot()["counts"]["stores"]
+    num_stores = engine.state()["counts"]["stores"]
     engine.add("second", PROMPT[:-1], lora_request=LoRARequest("adapter", 1, str(adapter)))
     engine.run()
     assert engine.loaded["second"] == 0
-    assert engine.role.snapshot()["counts"]["stores"] == num_stores
+    assert engine.state()["counts"]["stores"] == num_stores
     for name, number in (("third", 0), ("fourth", 80)):
         crowd_out(engine)
         engine.add(name, PROMPT[:-1], lora_request=LoRARequest("adapter", 1, str(adapter), load_inplace=True))
@@ -145,11 +145,11 @@ def test_trap_02_two_ids_of_one_path_have_the_weights_that_each_was_read_with(
     engine.add("other", PROMPT[:-1], lora_request=LoRARequest("other", 2, str(adapter)))
     engine.run()
     crowd_out(engine)
-    num_stores = engine.role.snapshot()["counts"]["stores"]
+    num_stores = engine.state()["counts"]["stores"]
     engine.add("second", PROMPT[:-1], lora_request=LoRARequest("one", 1, str(adapter)))
     engine.run()
     assert engine.loaded["second"] == 0
-    assert engine.role.snapshot()["counts"]["stores"] == num_stores
+    assert engine.state()["counts"]["stores"] == num_stores
     engine.add("other again", PROMPT[:-1], lora_request=LoRARequest("other", 2, str(adapter)))
     engine.run()
     assert engine.loaded["other again"] == 80
@@ -212,7 +212,7 @@ def add_lora(monkeypatch: pytest.MonkeyPatch) -> AddLora:
 
 
 def num_visible(engine: Engine) -> int:
-    found = engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"]
+    found = engine.state()["tiers"]["host_memory"]["num_blocks"]
     assert isinstance(found, int)
     return found
 
@@ -254,7 +254,7 @@ def test_trap_02_files_that_change_before_the_step_has_read_them(adapter: Path, 
     train(adapter)
     engine.process()
     engine.run()
-    assert engine.role.snapshot()["counts"]["stores"] == 1
+    assert engine.state()["counts"]["stores"] == 1
     assert num_visible(engine) == 0
     crowd_out(engine)
     engine.add("second", PROMPT[:-1], lora_request=LoRARequest("adapter", 1, str(adapter), load_inplace=True))

@@ -89,7 +89,7 @@ def test_trap_09_none_stalls_all_children_of_a_multi_connector(make_engine_with_
     engine.add("local", PROMPT)
     engine.add("remote", PROMPT, extra_args=REMOTE)
     engine.step(ends_copies=False)
-    assert engine.role.snapshot()["counts"]["asked_again"] == 1, "the other request waits for the disk"
+    assert engine.state()["counts"]["asked_again"] == 1, "the other request waits for the disk"
     assert engine.others[0].loads.keys() == {"remote"}
     write_from_elsewhere(engine, "remote", PROMPT)
     engine.ranks.received.add("remote")
@@ -160,7 +160,7 @@ def test_vllm_46951_what_another_connector_did_not_load_is_not_stored(
     engine.step(is_forced=True)
     if end != "recompute":
         engine.run()
-        assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == 0
+        assert engine.state()["tiers"]["host_memory"]["num_blocks"] == 0
     engine.run()
     crowd_out(engine)
     engine.add("second", PROMPT)
@@ -184,4 +184,4 @@ def test_vllm_46951_what_a_preempted_request_had_written_is_not_stored_from_its_
         assert engine.role.get_num_new_matched_tokens(request, 0) == (0, False)
     request.status = RequestStatus.FINISHED_STOPPED
     engine.role.request_finished(request, (list(range(20, 27)),))
-    assert engine.role.snapshot()["stores"] == (not asks_again)
+    assert engine.state()["stores"] == (not asks_again)

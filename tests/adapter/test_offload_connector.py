@@ -26,9 +26,9 @@ from kvferry.integrations.vllm.offload_connector import KVFerryOffloadConnector
 from kvferry.integrations.vllm.offload_step import OffloadStatistics, OffloadStep
 from kvferry.integrations.vllm.plugin import register
 from kvferry.integrations.vllm.worker import caches as worker_caches
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 
+from ..support.dense import shard_for
 from .model_files import CONFIG
 from .offload_engine import Engine, make_config
 

@@ -82,7 +82,7 @@ class TimedEngine(Engine):
             if not (self.scheduler.has_requests() or self.scheduled or self.ranks.copies):
                 return
             self.step()
-        raise AssertionError(self.role.snapshot())
+        raise AssertionError(self.state())
 
     def serve(self, *parts: int, max_tokens: int = 3) -> None:
         """Serve prompts of two parts, one after another."""
@@ -273,7 +273,7 @@ def test_blocks_of_a_request_that_ends_while_stores_keep_their_share_are_counted
     engine.add("first", prompt_of(1, 2), max_tokens=1)
     for _ in range(4):
         engine.step(ends_copies=False)
-    assert engine.role.snapshot()["kept_blocks"] == 2
+    assert engine.state()["kept_blocks"] == 2
     assert engine.statistics.data["refused_blocks"] == {"host_memory,stores-behind": 4}
     engine.run()
 

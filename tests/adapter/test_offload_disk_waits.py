@@ -84,7 +84,7 @@ def test_others_go_on_while_a_request_waits_for_the_disk(slow_disk: SlowDisk) ->
     slow_disk.settle()
     engine = slow_disk.engine
     assert (engine.loaded["waits"], engine.computed["waits"]) == (96, 1)
-    assert engine.role.snapshot()["counts"]["asked_again"] > 20
+    assert engine.state()["counts"]["asked_again"] > 20
     engine.check_at_rest()
 
 
@@ -92,7 +92,7 @@ def test_nothing_stays_pinned_of_a_request_that_is_aborted_while_it_waits_for_th
     slow_disk.step_beside_others()
     engine = slow_disk.engine
     engine.abort("waits")
-    state = engine.role.snapshot()
+    state = engine.state()
     assert (state["promised"], state["requests"], state["tiers"]["requests"]) == (0, 0, {})
     disk = state["tiers"]["lower"]["local_disk"]
     assert disk["promotions"], "the read goes on"

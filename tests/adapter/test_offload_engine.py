@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 from kvferry.integrations.vllm.scheduler.offload_tiers import Tiers
 from kvferry.integrations.vllm.worker import offload as worker_offload
 
+from ..support.offload_state import role_state
 from .label_engine import BLOCK_SIZE, LabelEngine
 from .model_files import write_model
 from .test_offload_names import LAYERS, attention, window
@@ -128,7 +129,7 @@ def test_requests_at_a_time_preempt_one_another(asynchronous: bool, make_engine:
     for turn in range(4):
         found = engine.run(**{f"{name}-{turn}": prompt for name, prompt in PROMPTS.items()})
         assert {name.split("-")[0]: tokens for name, tokens in found.items()} == expected
-    state = engine.scheduler.connector._scheduler.snapshot()
+    state = role_state(engine.scheduler.connector._scheduler)
     assert (state["promised"], state["loads"], state["stores"], state["kept_blocks"]) == (0, [], 0, 0), state
 
 

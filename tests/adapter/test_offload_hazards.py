@@ -26,6 +26,7 @@ from kvferry.tiers import local_disk
 from kvferry.tiers.disk.segments import SegmentFiles
 
 from ..support.dictionary_tier import DictionaryTier
+from ..support.offload_state import stack_state
 from ..support.oracle import Arena
 from . import test_offload_worker as rank_tests
 from .offload_engine import BLOCK_SIZE, Engine, prompt_of
@@ -157,7 +158,7 @@ def test_a_rank_that_refuses_frees_the_memory_of_the_tiers(make_engine: MakeEngi
     engine.ranks.report = RankReport(num_ready=1, refused="no address space")
     engine.add("first", prompt_of(1, 2), max_tokens=3)
     engine.run()
-    assert (engine.role.snapshot()["start"], memory._is_open) == ("refused", False)
+    assert (engine.state()["start"], memory._is_open) == ("refused", False)
     assert engine.role.reset_cache() is True
 
 
@@ -180,7 +181,7 @@ def test_a_promise_that_is_gone_costs_one_request(policy: str, make_engine: Make
     engine.add("second", prompt_of(1, 2), max_tokens=3)
     engine.add("third", prompt_of(1, 2), max_tokens=3)
     engine.run()
-    assert engine.role.snapshot()["counts"]["refused_loads"] == 1
+    assert engine.state()["counts"]["refused_loads"] == 1
     assert engine.computed["second"] == (0 if policy == "fail" else 98)
     assert (engine.finished["second"].name == "ERROR") == (policy == "fail")
     assert engine.loaded["third"] > 0
@@ -205,7 +206,7 @@ def test_blocks_that_vllm_does_not_give_cost_one_request(
     connector.update_state_after_alloc = update_without_blocks  # type: ignore[method-assign, union-attr]
     engine.add("second", prompt_of(1, 2), max_tokens=3)
     engine.run()
-    assert engine.role.snapshot()["counts"]["refused_loads"] == 1
+    assert engine.state()["counts"]["refused_loads"] == 1
     assert (engine.finished["second"].name == "ERROR") == (policy == "fail")
     engine.check_at_rest()
 
@@ -241,13 +242,13 @@ def test_nothing_is_stored_that_was_computed_behind_a_failed_load_of_another_con
     engine.add("first", prompt_of(1, 2), max_tokens=40)
     for _ in range(3):
         engine.step(ends_copies=False)
-    assert engine.role.snapshot()["stores"] > 0
+    assert engine.state()["stores"] > 0
     # vLLM calls this for all connectors of a step, before the reports of the step's stores are taken.
     report = KVConnectorOutput(invalid_block_ids={1}, kv_connector_worker_meta=RankReport())
     engine.role.update_connector_output(report)
     engine.end_copies()
     engine.step(ends_copies=False)
-    assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == 0
+    assert engine.state()["tiers"]["host_memory"]["num_blocks"] == 0
     engine.run()
     crowd_out(engine)
     engine.add("second", prompt_of(1, 2))
@@ -349,7 +350,7 @@ def test_tiers_that_cannot_be_opened_leave_no_memory_and_no_file(
     monkeypatch.setattr(offload_tiers, part, raises(MemoryError()))
     while engine.role.has_pending_work():
         engine.step()
-    assert engine.role.snapshot()["start"] == "refused"
+    assert engine.state()["start"] == "refused"
     assert (mapped_slabs(), open_files()) == before
 
 
@@ -382,7 +383,7 @@ def test_after_a_reset_nothing_of_before_goes_down(num_resets: int, make_engine:
     while "last" not in engine.finished:
         engine.step()
     engine.step(is_forced=True)
-    lower = engine.role.snapshot()["tiers"]["lower"]["local_disk"]
+    lower = engine.state()["tiers"]["lower"]["local_disk"]
     assert lower["writes"] or lower["blocks_to_write"]
     before = set(tier.blocks)
     engine.role.reset_cache()
@@ -410,13 +411,13 @@ def test_a_promotion_under_way_at_a_reset_is_announced_nowhere(make_engine: Make
     tier.faults.hangs = True
     engine.add("second", prompt_of(1, 2))
     engine.step()
-    assert engine.role.snapshot()["tiers"]["lower"]["local_disk"]["promotions"]
+    assert engine.state()["tiers"]["lower"]["local_disk"]["promotions"]
     tiers = engine.role._start.opened
     assert tiers is not None
     keys = engine.role._requests["second"].blocks.keys[0]  # type: ignore[union-attr]
     tiers.stack.journal.is_kept = True
     engine.role.reset_cache()
-    assert tiers.stack.snapshot(engine.now)["blocks_in_chunks"] > 0, "slots stay in use until the copy ends"
+    assert stack_state(tiers.stack, engine.now)["blocks_in_chunks"] > 0, "slots stay in use until the copy ends"
     tiers.stack.journal.take()
     tier.faults.hangs = False
     engine.run()
@@ -438,8 +439,8 @@ def test_a_request_of_before_a_reset_stores_nothing_when_the_tiers_open_later(ma
     engine.role.reset_cache()
     engine.ranks.report, engine.are_ready = report, True
     engine.run()
-    assert engine.role.snapshot()["start"] == "ready"
-    assert "stores" not in engine.role.snapshot()["counts"]
+    assert engine.state()["start"] == "ready"
+    assert "stores" not in engine.state()["counts"]
     names = engine.role._start.opened.names  # type: ignore[union-attr]
     assert names.private is not None, "nor do later processes find what others store now"
 
@@ -451,9 +452,9 @@ def test_a_reset_ends_what_requests_ask_for(make_engine: MakeEngine) -> None:
     engine.add("second", prompt_of(1, 2))
     engine.step()
     stack = engine.role._start.opened.stack  # type: ignore[union-attr]
-    assert stack.snapshot(engine.now)["requests"].keys() == {"second"}
+    assert stack_state(stack, engine.now)["requests"].keys() == {"second"}
     engine.role.reset_cache()
-    assert stack.snapshot(engine.now)["requests"] == {}
+    assert stack_state(stack, engine.now)["requests"] == {}
     tier.faults.hangs = False
     engine.run()
     engine.check_at_rest()
@@ -477,7 +478,7 @@ def test_a_waiting_request_whose_tokens_change_is_promised_blocks_of_the_new_one
     tier.faults.hangs = False
     engine.run()
     assert engine.loaded["second"] > 48, "more than both prompts have; the first question's blocks take room"
-    assert "refused_loads" not in engine.role.snapshot()["counts"]
+    assert "refused_loads" not in engine.state()["counts"]
     engine.check_at_rest()
 
 
@@ -511,11 +512,11 @@ def test_a_request_waits_for_the_load_of_another_no_longer_than_for_a_tier(make_
     engine.step(ends_copies=False)
     engine.add("third", prompt_of(1, 2))
     engine.step(ends_copies=False)
-    assert engine.role.snapshot()["loads"] == ["second"]
+    assert engine.state()["loads"] == ["second"]
     for _ in range(30):
         engine.now += 0.1
         engine.step(ends_copies=False)
-    assert engine.role.snapshot()["loads"] == ["second", "third"]
+    assert engine.state()["loads"] == ["second", "third"]
     engine.run()
     engine.check_at_rest()
 
@@ -570,7 +571,7 @@ def test_whatever_a_lower_tier_raises_the_engine_goes_on(
         engine.run()
         engine.now += 30.0
     assert {f"again {number}" for number in range(4)} <= engine.finished.keys()
-    failures = engine.role.snapshot()["tiers"]["lower"]["local_disk"]["failures"]
+    failures = engine.state()["tiers"]["lower"]["local_disk"]["failures"]
     assert failures.get("tier-failed", 0) > 0 or verb == "close"
     engine.check_at_rest()
     memory = engine.role._start.opened.memory  # type: ignore[union-attr]

@@ -131,7 +131,7 @@ def test_only_what_the_engine_lacks_is_loaded(make_engine: Callable[..., Engine]
     engine.run()
     engine.add("second", prompt_of(1, 2))
     engine.run()
-    assert engine.role.snapshot()["counts"]["loaded_tokens"] == 96
+    assert engine.state()["counts"]["loaded_tokens"] == 96
     engine.check_at_rest()
 
 
@@ -145,7 +145,7 @@ def test_requests_with_one_prefix_wait_for_one_load(make_engine: Callable[..., E
         for number in range(3):
             engine.add(f"r{number}", prompt_of(1, 2))
         engine.run()
-        assert engine.role.snapshot()["counts"]["loaded_tokens"] == tokens
+        assert engine.state()["counts"]["loaded_tokens"] == tokens
         assert [engine.computed[f"r{number}"] for number in range(3)] == [1, 1, 1]
         engine.check_at_rest()
 
@@ -174,14 +174,14 @@ def test_nothing_is_offloaded_until_all_ranks_are_ready(make_engine: Callable[..
     engine.process()
     engine.step()
     assert role._start.tiers is None
-    assert "stores" not in role.snapshot()["counts"]
+    assert "stores" not in engine.state()["counts"]
     engine.ranks.report.num_ready = 1
     engine.run()
     assert not role.has_pending_work()
     engine.add("late", prompt_of(1))
     engine.run()
     # The early request was stored once the ranks were ready.
-    assert role.snapshot()["counts"]["stores"] > 0
+    assert engine.state()["counts"]["stores"] > 0
     engine.check_at_rest()
 
 
@@ -192,7 +192,7 @@ def test_an_engine_serves_without_tiers_that_a_rank_refuses(make_engine: Callabl
     engine.run()
     assert engine.finished.keys() == {"first"}
     assert not engine.role.has_pending_work()
-    assert engine.role.snapshot()["start"] == "refused"
+    assert engine.state()["start"] == "refused"
     assert engine.role.reset_cache() is True
 
 
@@ -258,7 +258,7 @@ def test_an_aborted_load_keeps_its_slots_until_every_rank_has_ended_it(make_engi
     engine.abort("second")
     engine.ranks.end(0)
     engine.step(ends_copies=False)
-    assert engine.role.snapshot()["tiers"]["host_memory"]["num_pinned"] == 6
+    assert engine.state()["tiers"]["host_memory"]["num_pinned"] == 6
     engine.run()
     engine.check_at_rest()
 
@@ -275,7 +275,7 @@ def test_after_a_reset_no_earlier_block_is_found_and_running_requests_store_noth
     assert engine.scheduler.connector is not None
     assert engine.scheduler.connector.reset_cache() is True
     num_others = crowd_out(engine)
-    num_blocks = engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"]
+    num_blocks = engine.state()["tiers"]["host_memory"]["num_blocks"]
     assert num_blocks == 6 + 6 * num_others, "the first request's, and the others'"
     engine.add("again", prompt_of(1, 2))
     engine.add("running again", prompt_of(5))
@@ -307,7 +307,7 @@ def test_a_request_that_ends_without_blocks_stores_nothing(make_engine: Callable
     engine.role._stores.max_kept = 20
     request.status = RequestStatus.FINISHED_STOPPED
     assert engine.role.request_finished(request, [[]]) == (False, None)
-    assert engine.role.snapshot()["stores"] == 0
+    assert engine.state()["stores"] == 0
 
 
 def test_stores_keep_no_more_than_their_share_of_the_engines_blocks(
@@ -317,7 +317,7 @@ def test_stores_keep_no_more_than_their_share_of_the_engines_blocks(
     engine.add("first", prompt_of(1, 2), max_tokens=40)
     for _ in range(20):
         engine.step(ends_copies=False)
-        assert engine.role.snapshot()["kept_blocks"] <= 10
+        assert engine.state()["kept_blocks"] <= 10
     engine.end_copies()
     engine.run()
     engine.role._stores.max_kept = 7
@@ -325,9 +325,9 @@ def test_stores_keep_no_more_than_their_share_of_the_engines_blocks(
     engine.add("third", prompt_of(5, 6))
     for _ in range(4):  # twelve blocks in one step, and further offers while none of them has been copied
         engine.step(ends_copies=False)
-        assert engine.role.snapshot()["kept_blocks"] <= 7
+        assert engine.state()["kept_blocks"] <= 7
     engine.run()
-    assert engine.role.snapshot()["counts"]["deferred_blocks"] > 0
+    assert engine.state()["counts"]["deferred_blocks"] > 0
     crowd_out(engine)
     engine.add("again", prompt_of(3, 4))
     engine.run()
@@ -382,11 +382,11 @@ def test_requests_wait_for_one_promotion(
     make_engine_with_tier: Callable[..., tuple[Engine, DictionaryTier]],
 ) -> None:
     engine, _ = make_engine_with_tier(num_blocks=40)
-    before = engine.role.snapshot()["tiers"]["lower"]["dictionary"]["blocks_up"]
+    before = engine.state()["tiers"]["lower"]["dictionary"]["blocks_up"]
     for number in range(3):
         engine.add(f"r{number}", prompt_of(1, 2))
     engine.run()
-    assert engine.role.snapshot()["tiers"]["lower"]["dictionary"]["blocks_up"] - before == 6
+    assert engine.state()["tiers"]["lower"]["dictionary"]["blocks_up"] - before == 6
     assert [engine.computed[f"r{number}"] for number in range(3)] == [1, 1, 1]
     engine.check_at_rest()
 
@@ -450,12 +450,12 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(
     tier.faults.hangs = True
     engine.add("second", prompt_of(1, 2))
     engine.step()
-    assert engine.role.snapshot()["tiers"]["requests"].keys() == {"second"}
+    assert engine.state()["tiers"]["requests"].keys() == {"second"}
     engine.abort("second")
     tier.faults.hangs = False
     engine.run()
     engine.check_at_rest()
-    assert engine.role.snapshot()["tiers"]["requests"] == {}
+    assert engine.state()["tiers"]["requests"] == {}
 
 
 def test_what_a_request_needs_is_brought_while_it_waits_in_the_queue(
@@ -467,7 +467,7 @@ def test_what_a_request_needs_is_brought_while_it_waits_in_the_queue(
     engine.step()
     engine.step()
     lower, missing = (
-        engine.role.snapshot()["tiers"]["lower"]["dictionary"],
+        engine.state()["tiers"]["lower"]["dictionary"],
         in_slab(engine, 0, prompt_of(1, 2)).count(False),
     )
     assert missing > 0
@@ -475,7 +475,7 @@ def test_what_a_request_needs_is_brought_while_it_waits_in_the_queue(
     for _ in range(3):
         engine.step(ends_copies=False)
     assert request.num_computed_tokens == 0
-    now = engine.role.snapshot()["tiers"]
+    now = engine.state()["tiers"]
     assert now["lower"]["dictionary"]["blocks_up"] > lower["blocks_up"]
     assert now["requests"] == {}, "nobody has asked"
     engine.run()
@@ -489,7 +489,7 @@ def test_what_the_engine_has_itself_is_not_brought(
     engine, _ = make_engine_with_tier(num_blocks=60)
     engine.add("again", prompt_of(1, 2))
     engine.run()
-    before = engine.role.snapshot()["tiers"]["lower"]["dictionary"]["blocks_up"]
+    before = engine.state()["tiers"]["lower"]["dictionary"]["blocks_up"]
     for number in range(4):
         engine.add(f"other {number}", prompt_of(200 + number, 210 + number))
         engine.run()
@@ -497,7 +497,7 @@ def test_what_the_engine_has_itself_is_not_brought(
     engine.add("once more", prompt_of(1, 2))
     engine.run()
     # vLLM keeps the last block out of a local hit.
-    assert engine.role.snapshot()["tiers"]["lower"]["dictionary"]["blocks_up"] - before <= 1
+    assert engine.state()["tiers"]["lower"]["dictionary"]["blocks_up"] - before <= 1
     engine.check_at_rest()
 
 
@@ -563,7 +563,7 @@ def test_a_block_that_two_requests_of_a_step_fill_is_stored_once(make_engine: Ca
     assert engine.schedule().output.total_num_scheduled_tokens == 64
     engine.process()
     engine.run()
-    assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == 3
+    assert engine.state()["tiers"]["host_memory"]["num_blocks"] == 3
     engine.check_at_rest()
 
 
@@ -730,7 +730,7 @@ class OffloadMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_stays_promised(self) -> None:
         if hasattr(self, "engine"):
-            assert self.engine.role.snapshot()["promised"] == 0
+            assert self.engine.state()["promised"] == 0
 
     def teardown(self) -> None:
         if hasattr(self, "engine"):

@@ -63,7 +63,7 @@ def test_trap_04_the_slot_of_the_last_sampled_token_is_not_stored(make_engine: M
     engine.add("third", prompt_of(2), max_tokens=16)
     engine.run()
     # 63 tokens were computed of the third, so 3 blocks are stored; the others have 6 each.
-    assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == 4 + num_others * 6 + 3
+    assert engine.state()["tiers"]["host_memory"]["num_blocks"] == 4 + num_others * 6 + 3
 
 
 @pytest.mark.parametrize("prompt_tokens", [48, 40])
@@ -137,7 +137,7 @@ def test_trap_05_a_request_may_be_aborted_that_was_never_scheduled(make_engine: 
         engine.step()
     engine.role._stores.max_kept = max_kept
     engine.abort("first")
-    assert engine.role.snapshot()["kept_blocks"] == 0
+    assert engine.state()["kept_blocks"] == 0
     engine.run()
     engine.check_at_rest()
 
@@ -212,7 +212,7 @@ def test_trap_06_a_block_that_has_left_its_window_is_not_stored(runs_ahead: bool
         engine.step()
         engine.check_slab()
     engine.run()
-    assert engine.role.snapshot()["counts"]["deferred_blocks"] > 0
+    assert engine.state()["counts"]["deferred_blocks"] > 0
     engine.check_at_rest()
 
 
@@ -288,7 +288,7 @@ def test_trap_09_a_promise_that_is_not_taken_up_is_dropped(make_engine: MakeEngi
     engine.add("second", PROMPT)
     for _ in range(20):
         engine.step()
-        state = engine.role.snapshot()
+        state = engine.state()
         assert state["promised"] == 0
         if "second" not in state["loads"]:
             assert state["tiers"]["host_memory"]["num_pinned"] == 0
@@ -303,7 +303,7 @@ def test_trap_09_the_tiers_are_not_asked_where_the_answer_is_dropped(make_engine
     engine.add("logprobs", PROMPT, skips_cache=True)
     engine.run()
     assert engine.loaded["logprobs"] == 0
-    assert "asked_again" not in engine.role.snapshot()["counts"]
+    assert "asked_again" not in engine.state()["counts"]
     engine.check_at_rest()
 
 
@@ -312,11 +312,11 @@ def test_trap_10_a_full_hit_leaves_one_token_to_compute(runs_ahead: bool, make_e
     """The load is of the whole prompt; the last token is computed behind it for its logits, and stored by nobody."""
     engine = make_engine(host_blocks=60, runs_ahead=runs_ahead)
     seen_before(engine)
-    num_stores = engine.role.snapshot()["counts"]["stores"]
+    num_stores = engine.state()["counts"]["stores"]
     engine.add("second", PROMPT, max_tokens=4)
     engine.run()
     assert (engine.loaded["second"], engine.computed["second"]) == (96, 1 + 3)
-    assert engine.role.snapshot()["counts"]["stores"] == num_stores
+    assert engine.state()["counts"]["stores"] == num_stores
     engine.check_at_rest()
 
 
@@ -330,7 +330,7 @@ def test_trap_10_after_a_failed_load_the_miss_is_remembered(policy: str, make_en
         engine.step(ends_copies=False)
         engine.end_copies(fails=any(not copy.is_store for copy in engine.ranks.copies))
     engine.run()
-    counts = engine.role.snapshot()["counts"]
+    counts = engine.state()["counts"]
     assert (counts["loads"], counts["failed_loads"]) == (1, 1)
     assert engine.computed["second"] == (0 if policy == "fail" else 98)
     engine.check_at_rest()
@@ -399,7 +399,7 @@ def test_trap_12_a_store_that_one_rank_could_not_copy_is_not_visible(make_engine
         if number > 5 and not engine.scheduler.has_requests():
             break
     engine.check_at_rest()
-    assert engine.role.snapshot()["tiers"]["host_memory"]["num_blocks"] == 0
+    assert engine.state()["tiers"]["host_memory"]["num_blocks"] == 0
 
 
 def test_trap_13_pending_work_is_what_ranks_copy_and_not_a_tier_that_hangs(make_engine_with_tier: Any) -> None:

@@ -15,13 +15,13 @@ from kvferry.integrations.vllm.offload_settings import OffloadSettings
 from kvferry.integrations.vllm.offload_step import LoadOrder, OffloadStep, RankReport, SlabOrder, StoreOrder
 from kvferry.integrations.vllm.worker import offload as worker_offload
 from kvferry.integrations.vllm.worker.offload import OffloadWorker
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, decode_shard
 from kvferry.layout.slab import slab_shard
 from kvferry.plan.match import GroupBlocks
 from kvferry.tiers.slab_memory import SlabHandle, SlabMemory
 
+from ..support.dense import shard_for
 from ..support.oracle import Arena, RankMemory, strided_memory
 
 BLOCK_SIZE, SLAB_BLOCKS = 4, 8

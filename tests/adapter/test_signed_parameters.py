@@ -91,7 +91,7 @@ def test_a_change_of_any_field_is_refused_before_the_engine_connects_anywhere(ke
         order = order_for(decode, forged, field)
         assert order.error.reason is Reason.PERMISSION_DENIED, field
         assert order.hold is None, field
-    assert decode._state.leases._holds.snapshot(0.0) == {}, "a renewal would go to the host that they name"
+    assert decode._state.leases._holds._uses == {}, "a renewal would go to the host that they name"
 
 
 def test_a_change_of_any_field_of_an_adapters_prompt_is_refused_in_the_api_server_too(

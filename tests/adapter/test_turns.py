@@ -61,8 +61,7 @@ def through_json(params: dict[str, Any]) -> dict[str, Any]:
 
 def holds_of(engine: HandoffEngine) -> list[str]:
     """Return the requests that the engine holds, sorted by name."""
-    holds = engine.connector._scheduler._state.holds.snapshot(time.monotonic())["holds"]
-    return sorted(request_id for request_id, _ in holds.values())
+    return sorted(hold.request_id for hold in engine.connector._scheduler._state.holds._holds.values())
 
 
 def num_free(engine: HandoffEngine) -> int:

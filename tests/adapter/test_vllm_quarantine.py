@@ -218,11 +218,3 @@ def test_holds_and_prompts_that_nobody_came_for_are_counted(make_role: Any) -> N
     assert (taken["holds"], taken["expired_holds"], taken["unheld"]) == ({"": 0}, {"expired": 1}, 0)
     role.update_state_after_alloc(request(PROMPT, {"do_remote_decode": True}, "r" * 5000), allocated(BLOCKS), 0)
     assert role.take_statistics().data["unheld"] == 1
-
-
-def test_the_age_of_a_quarantine_can_be_seen(decode: Any) -> None:
-    assert decode._quarantine.snapshot(0.0) == {}
-    assert report(decode, 0, 1, "d") == [(0, "d")]
-    now = time.monotonic()
-    assert 0.0 <= decode._quarantine.snapshot(now)["d"] < 60.0
-    assert decode._quarantine.snapshot(now + 10.0)["d"] >= 10.0

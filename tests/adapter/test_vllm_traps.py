@@ -172,9 +172,9 @@ def test_trap_8_an_answer_that_was_dropped_lets_the_remote_hold_go(make_role: An
     ours = request(PROMPT, run_prefill(prefill, PROMPT, [5, 4, 3, 2, 1]) or {}, "d")
     decode.on_new_request(ours)
     decode.get_num_new_matched_tokens(ours, 0)
-    assert decode._state.leases._holds.snapshot(0.0)
+    assert decode._state.leases._holds._uses
     decode.update_state_after_alloc(ours, allocated([10, 11, 12, 13, 14]), 0)
-    assert not decode._state.leases._holds.snapshot(0.0)
+    assert not decode._state.leases._holds._uses
     assert next_step(decode).loads == []
 
 
@@ -193,9 +193,9 @@ def test_trap_10_vllm_ascend_14142_a_rejection_before_admission_lets_the_remote_
     assert (rejected.prompt_token_ids, rejected.abort_immediately) == ([0], True)
     ours = Request.from_engine_core_request(rejected, None)
     decode.on_new_request(ours)
-    assert decode._state.leases._holds.snapshot(0.0)
+    assert decode._state.leases._holds._uses
     assert decode.request_finished(ours, ([],), is_complete=False) == (False, None)
-    assert not decode._state.leases._holds.snapshot(0.0)
+    assert not decode._state.leases._holds._uses
     assert next_step(decode).loads == []
 
 

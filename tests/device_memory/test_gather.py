@@ -17,7 +17,6 @@ from kvferry.execution import device_gather, memory
 from kvferry.execution.device import CudaOrder
 from kvferry.execution.device_gather import GatherBuffer, take_buffer
 from kvferry.execution.local_copy import CHUNKS_IN_FLIGHT, LocalRoute, PinnedCopying, PinnedMemory
-from kvferry.layout.dense import Content
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Region
 from kvferry.layout.slab import slab_shard
@@ -27,6 +26,7 @@ from kvferry.tiers.slab_memory import SlabMemory
 from ..local.fake_cuda import FakeCuda, FakeEvent, FakeStream
 from ..local.test_local_copy import CASES, Ranks
 from ..pure.arrangements import attention
+from ..support.dense import Content
 from . import standin_driver, standin_kernel
 from .device import ImmediateOrder
 from .test_offload import DeviceCopies, trial_of

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from kvferry.arrays import Bytes, Descriptors
 from kvferry.layout.shard import Shard
 from kvferry.plan.match import GroupBlocks
-from kvferry.plan.planner import Route
+from kvferry.plan.planner import Planner
 from kvferry.transport.protocol import Direction, Status, reach
 from kvferry.transport.registry import make
 
@@ -47,7 +47,7 @@ class DeviceArena(Arena):
 
     def move(self, rows: Descriptors) -> None:
         for shard, requests in self.requests.items():
-            for plan in Route(self.sources, shard).proved_plans(0):
+            for plan in Planner(self.sources, shard).proved_plans(0):
                 transfer = self.source.submit(self.peer, Direction.WRITE, plan.lower(requests))
                 while self.source.poll(transfer) is Status.PENDING:
                     pass

@@ -81,7 +81,7 @@ TOUCHES = {
     "integrations.vllm.worker.offload:OffloadWorker.register_kv_caches": "offload",
     "integrations.vllm.worker.role:WorkerRole.register_kv_caches": "worker",
     "plan.planner:PairPlan.lower": "worker",
-    "plan.planner:Route.proved_plans": "worker",
+    "plan.planner:Planner.proved_plans": "worker",
     "plan.planner:build_templates": "load",
     "plan.proof:_sorted_in_bounds": "worker",
     "tiers.slab_trial:SlabTrial.run": "offload",
@@ -261,7 +261,6 @@ def parts_of(value: Any) -> list[str]:
 HOST_ONLY = {
     "integrations.vllm.connector": "passes the views on",
     "integrations.vllm.scheduler.offload_tiers": "a slab is host memory",
-    "layout.dense": "makes shards of given addresses, for doctor, tests and plans",
     "layout.shard": "a region is its address",
     "layout.slab": "a slab is host memory",
     "tiers.host_memory": "a slab is host memory",

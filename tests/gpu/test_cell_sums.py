@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from kvferry.execution.digests import CellGrid, CellMemory, CellSums
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region
 
+from ..support.dense import shard_for
 from ..support.transport_memory import CudaMemory
 
 

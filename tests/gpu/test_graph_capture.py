@@ -5,6 +5,8 @@ import torch
 
 from kvferry.layout.named_layouts import Axis, NamedLayout
 
+from ..support.dense import dense_strides
+
 DEVICE = "cuda:0"
 LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 2, 6, 4, 16, 64
 
@@ -12,7 +14,7 @@ LAYERS, BLOCKS, HEADS, TOKENS, HEAD_SIZE = 2, 6, 4, 16, 64
 def caches(layout: NamedLayout) -> torch.Tensor:
     """Return a cache ``[layer, block, head, token, K and V]`` in the memory order of a layout."""
     sizes = {Axis.L: LAYERS, Axis.B: BLOCKS, Axis.H: HEADS, Axis.N: TOKENS, Axis.C: 2 * HEAD_SIZE}
-    strides = layout.strides(sizes)
+    strides = dense_strides(layout, sizes)
     axes = (Axis.L, Axis.B, Axis.H, Axis.N, Axis.C)
     memory = torch.zeros(LAYERS * BLOCKS * HEADS * TOKENS * 2 * HEAD_SIZE, dtype=torch.bfloat16, device=DEVICE)
     return torch.as_strided(memory, tuple(sizes[axis] for axis in axes), tuple(strides[axis] for axis in axes))

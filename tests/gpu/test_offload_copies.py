@@ -14,7 +14,6 @@ from kvferry.execution.device import OVER, Mark, device_order
 from kvferry.execution.device_gather import GatherBuffer, take_buffer
 from kvferry.execution.executor import Executor, JobResult
 from kvferry.execution.local_copy import BATCH_BYTES, LocalCopy, LocalRoute, PinnedMemory
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Region, Shard
 from kvferry.layout.slab import slab_shard
@@ -22,6 +21,7 @@ from kvferry.plan.match import GroupBlocks
 from kvferry.tiers.slab_memory import SlabMemory
 
 from ..local.test_local_copy import CASES, Copies, Ranks
+from ..support.dense import shard_for
 from ..support.oracle import RankMemory, strided_memory
 from ..support.transport_memory import CudaMemory
 

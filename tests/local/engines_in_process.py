@@ -24,11 +24,11 @@ from kvferry.handoff.messages import (
 )
 from kvferry.handoff.remote_holds import RemoteHold
 from kvferry.handoff.wire.server import Server
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, Shard, encode_shard
 from kvferry.plan.match import GroupBlocks
 
+from ..support.dense import shard_for
 from ..waits import wait_until
 from . import cache_memory
 

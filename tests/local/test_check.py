@@ -21,13 +21,13 @@ from kvferry.errors import HandoffError, Reason
 from kvferry.handoff.wire.trust import Keys, make_keys
 from kvferry.harness.launch import free_port
 from kvferry.integrations.vllm.facts import MIDDLEWARE, ReadyAnswer
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind
 from kvferry.models.families import alike
 from kvferry.models.groups import AttentionCache
 from kvferry.transport.protocol import own_identity
 
+from ..support.dense import shard_for
 from .api_servers import OPTIONS, ApiServer, EngineInProcess, RouterInProcess
 from .engines_in_process import IDENTITY, DecodeRank
 

@@ -21,7 +21,6 @@ from kvferry.handoff.source import END, BlockList, Prompt
 from kvferry.handoff.wire import bootstrap
 from kvferry.handoff.wire.client import ask
 from kvferry.handoff.wire.server import Server
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Region, decode_shard, encode_shard
 from kvferry.tiers.disk.segments import RECORD_BYTES, RecordHeader, SegmentShape, read_table
@@ -32,6 +31,7 @@ from kvferry.transport.nixl import NixlEndPoint
 from kvferry.transport.protocol import ProcessEndPoint, decode_end_point
 
 from ..fuzzed_messages import Fuzzer, run
+from ..support.dense import shard_for
 from .engines_in_process import BLOCK_SIZE
 from .engines_that_write import Batches, Pairs, ReceivingRank, check_arrived
 

@@ -17,7 +17,6 @@ from kvferry.execution import local_copy
 from kvferry.execution.device import HOST, OVER, DeviceOrder
 from kvferry.execution.executor import Executor, JobResult, Phase
 from kvferry.execution.local_copy import Copying, HostCopying, LocalCopy, LocalRoute, copy_blocks
-from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
@@ -25,6 +24,7 @@ from kvferry.plan.block_copies import BlockCopies, block_copies
 from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import StridedCopy
 
+from ..support.dense import Content, shard_for
 from ..support.oracle import Arena, OracleMismatch, RankMemory, check_moved, strided_memory
 from ..waits import wait_until
 

@@ -598,19 +598,18 @@ def test_a_table_that_does_not_fit_its_cells_is_removed_with_them(
     assert [path.name for path in blocks.directory.iterdir()] == ["lock"]
 
 
-def test_a_directory_of_format_1_is_emptied_with_a_message(
+def test_a_directory_of_another_format_is_emptied_with_a_message(
     opened: Callable[..., Blocks], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Format 1 had header, table and cells in one file, which has the name of today's cells."""
     blocks = opened()
+    blocks.store([1])
     blocks.disk.close()
-    sealed = bytearray(SegmentShape(1, 8192, 10).pack())
-    sealed[8:10] = (1).to_bytes(2, "little")
-    path = blocks.directory / cells_name(segment_name(1))
-    path.write_bytes(bytes(sealed).ljust(100_000, b"\0"))
+    with table_of(segments(blocks)[0]).open("r+b") as table:
+        table.seek(8)
+        table.write((2).to_bytes(2, "little"))
     blocks = opened()
     assert blocks.disk.snapshot()["refused"] == {"unsupported-version": 1}
-    assert "the segment has format 1, this kvferry reads and writes format 2" in caplog.text
+    assert "the segment has format 2, this kvferry reads and writes format 1" in caplog.text
     assert not segments(blocks)
 
 

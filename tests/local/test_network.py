@@ -3,15 +3,14 @@
 import ctypes
 import re
 import socket
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_address
 from pathlib import Path
 from struct import pack, unpack
-from typing import Any
 
 import pytest
 
 from kvferry.transport import network
-from kvferry.transport.network import any_addresses, rdma_ports, ucx_devices
+from kvferry.transport.network import rdma_ports, ucx_devices
 
 LISTED = {
     ("lo", "127.0.0.1"),
@@ -30,7 +29,7 @@ def entry(label: str, address: str) -> bytes:
 
 @pytest.fixture
 def two_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this machine have the addresses listed, more of ``lo`` than fit a first question, and routes to networks."""
+    """Let this machine have the addresses listed, more of ``lo`` than fit a first question."""
     listed = b"".join(entry("lo", f"127.1.{number}.1") for number in range(70))
     listed += b"".join(entry(*each) for each in sorted(LISTED))
 
@@ -41,13 +40,7 @@ def two_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         ctypes.memmove(place, found, len(found))
         return pack("iL", len(found), place)
 
-    routes = {"eth0": "10.7.0.0/24", "eth1": "10.9.0.0/24", "lo": "127.0.0.0/8"}
-    ways = {"10.7.0.1": "eth0", "10.9.0.1": "eth1", "172.16.0.1": "eth1", "192.0.2.1": "eth0", "127.0.0.1": "lo"}
     monkeypatch.setattr(network.fcntl, "ioctl", ioctl)
-    monkeypatch.setattr(network, "_routes", lambda: ((name, ip_network(each)) for name, each in routes.items()))
-    monkeypatch.setattr(
-        network, "_interfaces_to_address", lambda address: {ways[address]} if address in ways else set()
-    )
     monkeypatch.setattr(network, "rdma_devices", list)
 
 
@@ -73,40 +66,6 @@ def test_each_address_of_an_interface_names_the_interface(address: str, device: 
     assert ucx_devices(address) == device
 
 
-@pytest.mark.parametrize(
-    ("reaches", "devices"),
-    [
-        ((), "lo"),
-        (("127.0.0.1",), "lo"),
-        (("10.7.0.0/24",), "eth0,lo"),
-        (("10.9.0.1",), "eth1,lo"),
-        (("10.0.0.0/8",), "eth0,eth1,lo"),
-        (("172.16.0.0/12",), "eth1,lo"),
-        (("10.7.0.1", "10.9.0.1"), "eth0,eth1,lo"),
-    ],
-)
-def test_an_engine_on_loopback_connects_through_the_interfaces_to_its_hosts(
-    reaches: tuple[str, ...], devices: str, two_interfaces: None
-) -> None:
-    assert ucx_devices("127.0.0.1", reaches) == devices
-
-
-def test_a_host_to_which_there_is_no_way_opens_no_interface(
-    two_interfaces: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert ucx_devices("127.0.0.1", ["198.51.100.0/24"]) == "lo"
-    assert "no route to 198.51.100.0/24" in caplog.text
-
-    def look_up(host: str, port: int) -> Any:
-        if host == "prefill-0":
-            raise socket.gaierror("unknown yet")
-        return any_addresses(host, port)
-
-    monkeypatch.setattr(network, "any_addresses", look_up)
-    assert ucx_devices("127.0.0.1", ["prefill-0"]) == "eth0,lo", "the default route"
-    assert "through the default route, eth0" in caplog.text
-
-
 def test_a_loopback_address_that_no_interface_lists_is_on_loopback(two_interfaces: None) -> None:
     """The kernel answers at all of 127.0.0.0/8, and lists one address."""
     assert ucx_devices("127.8.8.8") == "lo"
@@ -122,8 +81,7 @@ def test_a_name_of_loopback_and_of_another_address_names_both(
 def test_an_address_that_no_interface_has_listens_on_every_interface(
     two_interfaces: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not on those alone that lead to other hosts: engines reach this one by another way."""
-    assert ucx_devices("10.99.0.1", ["10.7.0.1"]) == ""
+    assert ucx_devices("10.99.0.1") == ""
     assert "no interface has the address" in caplog.text
 
 
@@ -133,7 +91,6 @@ def test_rdma_devices_open_no_port_and_belong_to_every_interface_but_loopback(
     monkeypatch.setattr(network, "rdma_devices", lambda: ["mlx5_0:1"])
     assert ucx_devices("127.0.0.1") == "lo"
     assert ucx_devices("10.7.0.2") == "eth0,mlx5_0:1"
-    assert ucx_devices("127.0.0.1", ["10.9.0.1"]) == "eth1,lo,mlx5_0:1"
 
 
 def test_an_rdma_port_counts_where_ucx_can_open_its_device_and_the_port_is_active(
@@ -169,56 +126,7 @@ def test_a_device_of_amazons_is_told_by_its_driver(tmp_path: Path) -> None:
     assert network.has_efa_device(tmp_path)
 
 
-def test_an_address_with_the_length_of_its_network_names_the_network(two_interfaces: None) -> None:
-    assert ucx_devices("127.0.0.1", ["10.9.0.77/24"]) == "eth1,lo"
-
-
-def test_an_ipv6_address_in_brackets_is_an_address_and_no_name(
-    two_interfaces: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert ucx_devices("127.0.0.1", ["[2001:db8::1]"]) == "lo"
-    assert "no route to [2001:db8::1]" in caplog.text
-
-
 def test_the_scope_of_an_address_does_not_hide_its_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_addresses", lambda: [("eth0", ip_address("fe80::7"))])
     assert network.interface_of("fe80::7%eth0") == "eth0"
     assert network.interface_of("fe80::8%eth0") is None
-
-
-ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
-eth0\t00000000\t0100070A\t0003\t0\t0\t0\t00000000\t0\t0\t0
-eth0\t0000070A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
-eth1\t00C8090A\t00000000\t0001\t0\t0\t0\t00F8FFFF\t0\t0\t0
-"""
-ROUTES_OF_IPV6 = "".join(
-    f"{reached:0<32} {length:02x} {'0' * 32} 00 {'0' * 32} 00000100 00000001 00000000 00000001 {name:>8}\n"
-    for reached, length, name in [
-        ("fd000007", 64, "eth0"),
-        ("fe80", 64, "eth0"),
-        ("ff", 8, "eth0"),
-        ("", 0, "eth1"),
-        ("fd000009", 48, "eth1"),
-    ]
-)
-
-
-def test_the_routes_are_those_to_networks_of_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Default routes lead everywhere; to link-local and multicast addresses every interface has a route."""
-    (tmp_path / "route").write_text(ROUTES)
-    (tmp_path / "ipv6_route").write_text(ROUTES_OF_IPV6)
-    monkeypatch.setattr(network, "Path", lambda path: tmp_path / Path(path).name)
-    assert [(name, str(reached)) for name, reached in network._routes()] == [
-        ("eth0", "10.7.0.0/24"),
-        ("eth1", "10.9.200.0/21"),
-        ("eth0", "fd00:7::/64"),
-        ("eth1", "fd00:9::/48"),
-    ]
-    monkeypatch.setattr(network, "_interfaces_to_address", lambda _: set())
-    assert network._interfaces_to("fd00:7::/48") == {"eth0"}
-    assert network._interfaces_to("10.0.0.0/8") == {"eth0", "eth1"}
-
-
-def test_the_way_to_an_address_is_the_kernels() -> None:
-    assert network._interfaces_to("127.0.0.1") == network._interfaces_to("localhost") == {"lo"}
-    assert network._interfaces_to("[::1]") <= {"lo"}

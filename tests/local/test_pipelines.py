@@ -12,10 +12,10 @@ from kvferry.errors import KVFerryError, Reason
 from kvferry.execution.destination import Announcement, SourceRank
 from kvferry.handoff.holds import transfer_of
 from kvferry.handoff.source import END, BlockList, Prompt
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Region, Shard, heads_of_rank
 
+from ..support.dense import shard_for
 from . import cache_memory
 from .engines_in_process import (
     BLOCK_SIZE,

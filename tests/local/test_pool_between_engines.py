@@ -9,7 +9,6 @@ import pytest
 
 from kvferry.execution.executor import Executor
 from kvferry.execution.local_copy import LocalCopy, LocalRoute
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
@@ -19,6 +18,8 @@ from kvferry.tiers.host_memory import HostMemory
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Stack
 
+from ..support.dense import shard_for
+from ..support.offload_state import is_idle, stack_state
 from ..support.oracle import Arena, OracleMismatch, check_moved, strided_memory
 from ..support.tier_suite import block_keys
 from .pool_master import Master, SharedClients, open_pool, skip_without_mooncake, wait_until
@@ -85,7 +86,7 @@ class PoolArena(Arena):
         self.run(self.stores, blocks_of(SOURCE_IDS, store.block_ids.tolist()))
         for part in range(len(self.stores)):
             stack.land(store, part)
-        wait_until(lambda: stack.poll(time.monotonic()) is None and stack.is_idle, "the blocks are written through")
+        wait_until(lambda: stack.poll(time.monotonic()) is None and is_idle(stack), "the blocks are written through")
 
     def load(self, keys: list[BlockKey]) -> None:
         stack, promise = self.stacks[1], None
@@ -142,7 +143,7 @@ def test_blocks_of_one_tp_size_are_loaded_under_another(
     arena = PoolArena(master, kind, source_tp, destination_tp)
     try:
         arena.check()
-        first, second = (stack.snapshot(time.monotonic())["lower"]["remote_pool"] for stack in arena.stacks)
+        first, second = (stack_state(stack, time.monotonic())["lower"]["remote_pool"] for stack in arena.stacks)
         block_bytes = arena.slabs[0].groups[0].components[0].block_stride
         assert first["bytes_down"] == second["bytes_up"] == 3 * arena.num_moves * block_bytes
     finally:

@@ -25,6 +25,7 @@ from kvferry.tiers.remote_pool import SILENT_SECONDS, USABLE_SHARE, RemotePool, 
 from kvferry.tiers.slab_memory import SlabMemory
 from kvferry.tiers.stack import Stack
 
+from ..support.offload_state import is_idle
 from ..support.tier_suite import BLOCK_BYTES, LowerBench, block_keys, content_of, slab_of_blocks
 from ..waits import wait_until
 from .pool_master import SHARE_BYTES, Master, open_pool, skip_without_mooncake
@@ -501,7 +502,7 @@ def test_a_stack_promises_what_its_pool_has_and_misses_without_it(own_master: Ma
     for key, address in zip(keys, store.slots.addresses.tolist(), strict=True):
         ctypes.memmove(address, content_of(key), BLOCK_BYTES)
     stacks[0].land(store, 0)
-    wait_until(lambda: stacks[0].poll(time.monotonic()) is None and stacks[0].is_idle, "it is written through")
+    wait_until(lambda: stacks[0].poll(time.monotonic()) is None and is_idle(stacks[0]), "it is written through")
 
     def asked(stack: Stack, request: str) -> list[bool]:
         promise = None
@@ -549,7 +550,7 @@ def test_a_stack_notes_that_its_pool_is_empty_since_the_master_was_started_again
         return bool(stack._lower[0]._tier._tier.snapshot()["is_reachable"])  # type: ignore[attr-defined]
 
     changes: list[Change | Emptied] = []
-    wait_until(lambda: changes.extend(noted()) or stack.is_idle, "it is written through")
+    wait_until(lambda: changes.extend(noted()) or is_idle(stack), "it is written through")
     assert [sorted(change.keys) for change in changes if isinstance(change, Change)] == [block_keys(*range(8))]
     own_master.stop()
     wait_until(lambda: changes.extend(noted()) or not is_reachable(), "the master is away")

@@ -17,7 +17,6 @@ from kvferry.handoff.source import END
 from kvferry.handoff.wire import client
 from kvferry.handoff.wire.client import BackgroundCall
 from kvferry.layout.shard import encode_shard
-from kvferry.plan import planner
 from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import PairPlan
 
@@ -147,7 +146,7 @@ def test_an_unexpected_error_is_remembered_too(
         num_plans += 1
         raise MemoryError
 
-    monkeypatch.setattr(planner, "Planner", plan_without_end)
+    monkeypatch.setattr(module, "Planner", plan_without_end)
     first, second = decode.refusal(prefill.hold()), decode.refusal(prefill.hold())
     assert str(first) == str(second)
     assert "MemoryError" in first.message

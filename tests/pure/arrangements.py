@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheGroup, CacheKind, Region, Shard, heads_of_rank
 from kvferry.layout.states import ConvOrder, StatePages, conv_components, mamba2_segments, recurrent_component
@@ -14,6 +13,7 @@ from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof import verify_destination
 
+from ..support.dense import shard_for
 from ..support.oracle import Arena, OracleMismatch, check_moved, strided_memory
 
 BLOCKS = 12

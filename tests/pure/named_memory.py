@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 
 from kvferry.arrays import Bytes
-from kvferry.layout.dense import Content
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheGroup, Region, Shard
 
+from ..support.dense import Content
 from ..support.oracle import Arena, RankMemory
 
 

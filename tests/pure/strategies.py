@@ -172,7 +172,6 @@ def _wanted(
             window=group.window,
             source_block_size=source.tokens_each,
             destination_block_size=destination.tokens_each,
-            whole_pages=group.packed,
         )
     if group.packed:
         first -= first % destination.tokens_each

@@ -14,9 +14,10 @@ from kvferry.execution.peers import OwnRank
 from kvferry.execution.source import DestinationRank, Destinations
 from kvferry.handoff.messages import PROTOCOL_VERSION, EndPoint, Identity, Introduce, WriteKey
 from kvferry.handoff.wire.trust import THIS_MACHINE, Trust
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Shard, encode_shard
+
+from ..support.dense import shard_for
 
 IDENTITY = Identity("m", "w", "a", "float32", 2, 4, 8, "none", "float32")
 EPOCH = 40

@@ -19,11 +19,11 @@ from kvferry.execution.digests import (
     comparable,
     weights,
 )
-from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import Atom, TokenShare
 from kvferry.plan.match import GroupBlocks
 
+from ..support.dense import Content, shard_for
 from ..support.oracle import Arena, RankMemory, strided_memory
 from .strategies import Move
 

@@ -19,7 +19,6 @@ from kvferry.integrations.vllm.scheduler.blocks import (
     has_every_block,
     held_blocks,
 )
-from kvferry.layout.dense import Content
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind
 from kvferry.layout.states import ConvOrder
@@ -27,6 +26,7 @@ from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof import verify_destination, verify_pair
 
 from ..counted_work import containers_of, lines_of
+from ..support.dense import Content
 from ..support.oracle import Arena, RankMemory, check_moved, strided_memory
 from .arrangements import FULL, STATE, ask, attention, hybrid, moved
 from .named_memory import named_memory

@@ -608,14 +608,3 @@ def test_a_rank_that_knows_only_the_transfer_id_releases_the_hold() -> None:
         (hold.handle, Ending.RELEASED),
         (transfer.handle, Ending.RELEASED),
     ]
-
-
-def test_a_snapshot_is_plain_and_relative_to_now() -> None:
-    side = Holds(EPOCH, 2, LEASE)
-    hold = held(side, "a", now=5.0)
-    side.begin_transfer("x", "b")
-    assert side.snapshot(now=15.0) == {
-        "holds": {transfer_of(hold.handle): ("a", 50.0), "x": ("b", None)},
-        "num_free": 1,
-        "ended": [],
-    }

@@ -8,11 +8,12 @@ import pytest
 
 from kvferry.arrays import Descriptors
 from kvferry.handoff.source import END, BlockList, Part, SourceWrite, WriteState, announced_blocks
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import TensorScale
 from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import LAYERS_PER_SPAN, LayerSpans, PairPlan, Planner, Span, goes_whole
+
+from ..support.dense import shard_for
 
 LAYERS = [f"{index:02}" for index in range(20)]
 BLOCKS = GroupBlocks(

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError, Reason
-from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import Axis, NamedLayout
 from kvferry.layout.shard import (
     MAX_LAYERS,
@@ -24,6 +23,7 @@ from kvferry.layout.shard import (
     heads_of_rank,
 )
 
+from ..support.dense import Content, dense_strides, shard_for
 from .refusals import refused
 
 SHAPE = {"layers": ["0", "1"], "num_kv_heads": 4, "head_size": 8, "itemsize": 2, "block_size": 4, "num_blocks": 5}
@@ -61,7 +61,7 @@ def test_unknown_layout_names_the_nearest() -> None:
 def test_strides_are_those_of_a_dense_array_in_that_order(layout: NamedLayout) -> None:
     sizes = {Axis.L: 3, Axis.B: 4, Axis.H: 5, Axis.N: 6, Axis.C: 7}
     array = np.zeros([sizes[axis] for axis in layout.order], dtype=np.uint8)
-    assert layout.strides(sizes) == dict(zip(layout.order, array.strides, strict=True))
+    assert dense_strides(layout, sizes) == dict(zip(layout.order, array.strides, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,13 @@ from kvferry.handoff.source import (
     WriteState,
     announced_blocks,
 )
-from kvferry.layout.dense import Content
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.plan.match import GroupBlocks
 from kvferry.plan.planner import LayerSpans, PairPlan, Planner
 from kvferry.transport.protocol import Direction, Peer, Transfer
 from kvferry.transport.registry import Link, open_transports
 
+from ..support.dense import Content
 from ..support.oracle import Arena
 from .strategies import Move, moves
 from .test_digest_cells import LAYOUTS, Two, fill, flip, has_shares, two

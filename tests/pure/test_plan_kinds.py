@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import Reason
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import (
     CacheGroup,
@@ -38,6 +37,7 @@ from kvferry.plan.match import (
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof import verify_destination, verify_pair
 
+from ..support.dense import shard_for
 from .refusals import refused
 
 SHARES = st.builds(
@@ -268,30 +268,27 @@ def test_windows_that_differ_are_refused() -> None:
     refused(Reason.MODEL_MISMATCH, lambda: Planner([one], other))
 
 
-def clip(computed: int, first: int, window: int, sizes: tuple[int, int], *, whole: bool) -> int:
+def clip(computed: int, first: int, window: int, sizes: tuple[int, int]) -> int:
     return first_token_to_move(
         num_computed_tokens=computed,
         first_token=first,
         window=window,
         source_block_size=sizes[0],
         destination_block_size=sizes[1],
-        whole_pages=whole,
     )
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 4), (2, 4), (6, 4)])
-def test_clipping_a_window(sizes: tuple[int, int], whole: bool) -> None:
+def test_clipping_a_window(sizes: tuple[int, int]) -> None:
     """Everything the next token attends to is moved, and nothing of a block that lies before the window."""
     for computed, window in product(range(0, 40), (1, 3, 8, 100)):
         for first in range(computed + 1):
-            found = clip(computed, first, window, sizes, whole=whole)
+            found = clip(computed, first, window, sizes)
             attended = range(max(first, computed - window + 1, 0), computed)
             assert found <= min(attended, default=computed)
             if attended:
                 given_back = max(attended[0] // size * size for size in sizes)
-                assert found >= given_back
-                assert whole or found >= first
+                assert found >= max(given_back, first)
             else:
                 assert found == computed
 

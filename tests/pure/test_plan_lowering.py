@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheGroup, CacheKind, Region, Shard
 from kvferry.plan.match import GroupBlocks, TokenRun
 from kvferry.plan.planner import MAX_CACHED_PHASES, Planner, StridedCopy, coalesce, merge_rows, place
 from kvferry.plan.proof import verify_destination, verify_pair
 
+from ..support.dense import shard_for
 from ..support.oracle import Arena, OracleMismatch, check_moved, strided_memory
 
 LOOPS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 40), st.integers(1, 40)), max_size=4).map(tuple)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvferry.arrays import Bytes
-from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.match import GroupBlocks, choose_sources
 from kvferry.plan.planner import PairPlan
 
+from ..support.dense import Content, shard_for
 from ..support.oracle import Arena, Labels, OracleMismatch, RankMemory, compare
 from .named_memory import named_memory
 

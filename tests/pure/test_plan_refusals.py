@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from kvferry.errors import Reason, VerificationError
-from kvferry.layout.dense import Content, shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import MAX_GROUPS, MAX_SHARD_BYTES, CacheKind, Shard, decode_shard, encode_shard
 from kvferry.plan.match import GroupBlocks, choose_sources
 from kvferry.plan.planner import PairPlan, Planner
 from kvferry.plan.proof import verify_destination, verify_pair
 
+from ..support.dense import Content, shard_for
 from .refusals import refused
 
 

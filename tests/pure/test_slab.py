@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from kvferry.arrays import Descriptors
 from kvferry.cli.plan_report import EngineShape, engine_of
 from kvferry.errors import LayoutError, Reason
-from kvferry.layout.dense import Content
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheGroup, CacheKind, HeadRange, Region, Shard, TensorScale, TokenShare
 from kvferry.layout.slab import slab_shard
@@ -35,6 +34,7 @@ from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import Planner
 from kvferry.plan.proof import verify_destination
 
+from ..support.dense import Content
 from ..support.oracle import Arena, Labels, RankMemory, check_moved, compare, strided_memory
 from .arrangements import ask, attention, hybrid
 from .strategies import Move, moves

@@ -19,7 +19,8 @@ from kvferry.tiers.protocol import BlockKey, Load, LowerTier, Presence, Slots
 from kvferry.tiers.stack import Stack
 
 from ..support.dictionary_tier import DictionaryTier
-from ..support.tier_suite import block_key, block_keys, slab_of_blocks
+from ..support.offload_state import is_idle
+from ..support.tier_suite import block_keys, slab_of_blocks
 from .test_tiers_stack import SETTINGS, Engine
 
 VERBS = ("look_up", "prepare_load", "complete_load", "prepare_store", "complete_store", "cancel", "poll")
@@ -85,7 +86,7 @@ def test_any_error_of_a_verb_is_a_failure_of_the_tier(
     engine.step(1000.0)
     engine.settle()
     assert pinned(engine) == [0, 0, 0]
-    assert engine.stack.is_idle
+    assert is_idle(engine.stack)
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "cancel"])
@@ -102,7 +103,7 @@ def test_a_tier_that_keeps_raising_is_closed_and_gives_back_all(
         engine.store(*range(100 + 3 * turn, 103 + 3 * turn))
         engine.step(5.0)
         engine.step()
-        if engine.stack.snapshot(engine.now)["lower"]["disk"]["is_set_aside"]:
+        if engine.state()["lower"]["disk"]["is_set_aside"]:
             break
     else:
         raise AssertionError("it was never set aside")
@@ -110,14 +111,14 @@ def test_a_tier_that_keeps_raising_is_closed_and_gives_back_all(
     assert turn >= 8, "once is not repeatedly"
     engine.step()
     monkeypatch.undo()
-    found = engine.stack.snapshot(engine.now)["lower"]["disk"]
+    found = engine.state()["lower"]["disk"]
     assert (found["promotions"], found["writes"], found["stuck_blocks"], found["blocks_to_write"]) == ([], [], 0, 0)
     assert len([record for record in caplog.records if "disk" in record.message]) <= lower_copies.MAX_RAISED + 2
     engine.settle()
     assert engine.answer("b", 1, 2) == [1, 2], "from the pool"
     engine.stack.drop("b")
     assert pinned(engine) == [0, 0, 0]
-    assert engine.stack.is_idle
+    assert is_idle(engine.stack)
 
 
 @pytest.mark.parametrize("verb", ["prepare_load", "prepare_store"])
@@ -148,7 +149,7 @@ def test_slots_of_a_copy_that_was_begun_and_not_returned_are_kept_until_the_tier
         engine.step()
         engine.step()
     kept = pinned(engine)
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["is_set_aside"]
+    assert engine.state()["lower"]["disk"]["is_set_aside"]
     assert kept != [0, 0, 0]
     engine.step(1000.0)
     assert pinned(engine) != [0, 0, 0]
@@ -159,7 +160,7 @@ def test_slots_of_a_copy_that_was_begun_and_not_returned_are_kept_until_the_tier
         if engine.is_still:
             break
     assert pinned(engine) == [0, 0, 0]
-    assert engine.stack.is_idle
+    assert is_idle(engine.stack)
     assert engine.answer("b", 1, 2) == [1, 2], "from the pool"
     engine.stack.drop("b")
 
@@ -219,7 +220,7 @@ def test_a_failure_now_and_then_sets_no_tier_aside(engine: Engine, monkeypatch: 
         engine.step(1000.0)
         engine.store(turn)
         engine.settle()
-    assert not engine.stack.snapshot(engine.now)["lower"]["disk"]["is_set_aside"]
+    assert not engine.state()["lower"]["disk"]["is_set_aside"]
     assert engine.failures("disk") == {"tier-failed": 3 * lower_copies.MAX_RAISED}
 
 
@@ -287,7 +288,7 @@ def test_a_second_close_of_a_tier_that_hangs_does_not_say_that_all_is_well(monke
     engine.answer("a", 1)
     monkeypatch.undo()
     engine.step(1000.0)
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["stuck_blocks"] == 1
+    assert engine.state()["lower"]["disk"]["stuck_blocks"] == 1
     with pytest.raises(TierError) as raised:
         engine.stack.close()
     assert raised.value.reason is Reason.DEADLINE_EXCEEDED
@@ -312,14 +313,14 @@ def test_any_error_in_a_thread_of_the_disk_is_a_miss(
             time.sleep(0.0005)
             if engine.is_still and not disk.snapshot()["num_waiting"]:
                 return
-        raise AssertionError(engine.stack.snapshot(engine.now))
+        raise AssertionError(engine.state())
 
     engine.store(1)
     settle()
     for number in range(10, 14):
         engine.store(number)
         settle()
-    assert engine.host.presence(block_key(1)) is Presence.ABSENT
+    assert engine.host.look_up(block_keys(1)).tolist() == [Presence.ABSENT]
     let_raise(getattr(runs, task), "perform", error, monkeypatch)
     engine.store(20)
     settle()

@@ -58,7 +58,6 @@ def store(host: HostMemory, *numbers: int, group: str = "full") -> HostStore:
 def presences(host: HostMemory, *numbers: int) -> str:
     """Return a letter for each key: a(bsent), h(eld), p(ending)."""
     found = [Presence(one) for one in host.look_up(keys(*numbers))]
-    assert found == [host.presence(one) for one in keys(*numbers)]
     return "".join(one.name[0].lower() for one in found)
 
 

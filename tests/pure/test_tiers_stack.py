@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from kvferry.tiers.stack import Promise, Stack
 
 from ..counted_work import lines_of
 from ..support.dictionary_tier import DictionaryTier
+from ..support.offload_state import is_idle, stack_state
 from ..support.tier_suite import (
     BLOCK_BYTES,
     block_key,
@@ -58,17 +60,20 @@ class Engine:
         self.now += seconds
         self.stack.poll(self.now)
 
+    def state(self) -> dict[str, Any]:
+        return stack_state(self.stack, self.now)
+
     def settle(self) -> None:
         """Step until all is written and promoted."""
         for _ in range(500):
             if self.is_still:
                 return
             self.step()
-        raise AssertionError(self.stack.snapshot(self.now))
+        raise AssertionError(self.state())
 
     @property
     def is_still(self) -> bool:
-        lower = self.stack.snapshot(self.now)["lower"].values()
+        lower = self.state()["lower"].values()
         return not any(
             one["queued_chunks"] or one["blocks_to_write"] or one["promotions"] or one["writes"] for one in lower
         )
@@ -92,7 +97,7 @@ class Engine:
             if promise is not None:
                 return [number for number, held in zip(numbers, promise.held["full"].tolist(), strict=True) if held]
             self.step()
-        raise AssertionError(self.stack.snapshot(self.now))
+        raise AssertionError(self.state())
 
     def load(self, name: str, *numbers: int) -> None:
         """Load promised blocks and compare their bytes."""
@@ -108,11 +113,11 @@ class Engine:
         for tier in (self.host, self.disk, self.pool):
             found = tier.snapshot()
             assert [found[name] for name in ("num_pinned", "num_loads", "num_stores")] == [0, 0, 0]
-        assert self.stack.snapshot(self.now)["blocks_in_chunks"] == 0
-        assert self.stack.is_idle
+        assert self.state()["blocks_in_chunks"] == 0
+        assert is_idle(self.stack)
 
     def failures(self, tier: str) -> dict[str, int]:
-        failures: dict[str, int] = self.stack.snapshot(self.now)["lower"][tier]["failures"]
+        failures: dict[str, int] = self.state()["lower"][tier]["failures"]
         return failures
 
     def close(self) -> None:
@@ -146,7 +151,7 @@ def test_blocks_are_written_through_and_promoted(engine: Engine) -> None:
     assert engine.host.look_up(block_keys(1, 2, 3)).tolist() == [Presence.HELD] * 3
     engine.settle()
     engine.check_nothing_is_left()
-    lower = engine.stack.snapshot(engine.now)["lower"]
+    lower = engine.state()["lower"]
     assert (lower["disk"]["blocks_up"], lower["pool"]["blocks_up"]) == (3, 0), "the first tier that holds them"
     assert lower["disk"]["bytes_up"] == 3 * BLOCK_BYTES
     assert lower["disk"]["blocks_down"] == lower["pool"]["blocks_down"]
@@ -182,7 +187,7 @@ def test_requests_that_share_a_prefix_share_one_promotion(engine: Engine) -> Non
             if engine.ask(name, 1, 2, 3) is not None:
                 answered_at.setdefault(name, engine.now)
     assert len(set(answered_at.values())) == 1
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["blocks_up"] == 3
+    assert engine.state()["lower"]["disk"]["blocks_up"] == 3
     for name in names:
         engine.load(name, 1, 2, 3)
     engine.settle()
@@ -203,7 +208,7 @@ def test_requests_take_turns_at_a_tier() -> None:
             if name not in answered and engine.ask(name, *numbers) is not None:
                 answered.append(name)
                 if name == "short":
-                    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["queued_chunks"] > 8
+                    assert engine.state()["lower"]["disk"]["queued_chunks"] > 8
     assert answered == ["short", "long"]
     engine.close()
 
@@ -217,7 +222,7 @@ def test_no_request_is_starved() -> None:
     engine.ask("second", *range(101, 117))
     for _ in range(12):
         engine.step()
-        pinned = [one["pinned"] for one in engine.stack.snapshot(engine.now)["requests"].values()]
+        pinned = [one["pinned"] for one in engine.state()["requests"].values()]
         assert abs(pinned[0] - pinned[1]) <= SETTINGS.copies_per_tier
     assert min(pinned) > 0
     engine.close()
@@ -246,7 +251,7 @@ def test_without_time_to_wait_nothing_is_promoted(engine: Engine) -> None:
     engine.only_below(1)
     assert engine.answer("a", 1, wait_seconds=0.0) == []
     engine.step()
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["blocks_up"] == 0
+    assert engine.state()["lower"]["disk"]["blocks_up"] == 0
     engine.stack.drop("a")
     engine.check_nothing_is_left()
 
@@ -266,13 +271,13 @@ def test_a_tier_that_hangs_costs_one_wait_and_not_one_for_every_request(engine: 
         assert engine.answer(name, 1, 2) == []
         assert engine.now == began_at, "nobody waits for a copy that was given up"
         engine.stack.drop(name)
-    found = engine.stack.snapshot(engine.now)
+    found = engine.state()
     assert found["lower"]["disk"]["stuck_blocks"] == 2
     assert found["host_memory"]["num_stores"] == 1, "its slots stay in use: bytes may still land in them"
     engine.disk.faults.hangs = False
     engine.step()
     engine.check_nothing_is_left()
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["stuck_blocks"] == 0
+    assert engine.state()["lower"]["disk"]["stuck_blocks"] == 0
     engine.step(SETTINGS.suspend_seconds)
     assert engine.answer("d", 1, 2) == [1, 2], "the tier is asked again"
     engine.load("d", 1, 2)
@@ -301,9 +306,9 @@ def test_a_failing_tier_is_a_miss_and_the_next_tier_is_asked(engine: Engine, fau
     assert engine.answer("a", 1, 2) == [1, 2]
     assert engine.now - began_at < 0.2
     assert engine.failures("disk") == {"tier-failed": 2}
-    assert engine.stack.snapshot(engine.now)["lower"]["pool"]["blocks_up"] == 2
+    assert engine.state()["lower"]["pool"]["blocks_up"] == 2
     engine.load("a", 1, 2)
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["is_suspended"]
+    assert engine.state()["lower"]["disk"]["is_suspended"]
     setattr(engine.disk.faults, fault, False)
     engine.step(SETTINGS.suspend_seconds)
     engine.settle()
@@ -329,7 +334,7 @@ def test_a_damaged_block_is_a_miss_of_that_block(engine: Engine) -> None:
     assert engine.answer("a", 1, 2, 3) == [1, 3]
     for tier in ("disk", "pool"):
         assert engine.failures(tier) == {"checksum-mismatch": 1}
-        assert not engine.stack.snapshot(engine.now)["lower"][tier]["is_suspended"]
+        assert not engine.state()["lower"][tier]["is_suspended"]
     engine.load("a", 1, 3)
     engine.settle()
     engine.check_nothing_is_left()
@@ -340,13 +345,13 @@ def test_what_a_slower_tier_brings_is_written_to_the_quicker_ones(engine: Engine
     engine.only_below(1, 2, 3)
     del engine.disk.blocks[block_key(1)], engine.disk.blocks[block_key(3)]
     damage(engine.pool, 3)
-    written = engine.stack.snapshot(engine.now)["lower"]["pool"]["blocks_down"]
+    written = engine.state()["lower"]["pool"]["blocks_down"]
     assert engine.answer("a", 1, 2, 3) == [1, 2]
     engine.load("a", 1, 2)
     engine.settle()
     assert block_key(1) in engine.disk.blocks, "the first tier is the quicker one"
     assert block_key(3) not in engine.disk.blocks, "it was damaged"
-    assert engine.stack.snapshot(engine.now)["lower"]["pool"]["blocks_down"] == written
+    assert engine.state()["lower"]["pool"]["blocks_down"] == written
     engine.check_nothing_is_left()
 
 
@@ -394,7 +399,7 @@ def test_an_answer_that_nobody_fetches_ends_with_its_lease(engine: Engine) -> No
     assert engine.host.snapshot()["num_pinned"] == 1
     engine.step(2.0)
     engine.check_nothing_is_left()
-    assert engine.stack.snapshot(engine.now)["counts"]["leases_ended"] == 1
+    assert engine.state()["counts"]["leases_ended"] == 1
 
 
 def test_a_request_that_loads_has_no_lease_and_cannot_be_dropped(engine: Engine) -> None:
@@ -406,7 +411,7 @@ def test_a_request_that_loads_has_no_lease_and_cannot_be_dropped(engine: Engine)
     engine.stack.drop("a")
     engine.step(1000.0)
     assert engine.host.snapshot()["num_pinned"] == 1
-    assert "leases_ended" not in engine.stack.snapshot(engine.now)["counts"]
+    assert "leases_ended" not in engine.state()["counts"]
     assert engine.answer("a", 1) == [], "while it loads, the same request is promised nothing"
     engine.stack.complete_load("a")
     engine.stack.complete_load("a")
@@ -459,7 +464,7 @@ def test_a_tier_whose_verbs_all_raise_leaves_no_pin_and_raises_nothing(engine: E
     engine.step()
     engine.step(SETTINGS.hang_seconds + 1)
     assert engine.answer("a", 1, 2) == []
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["is_suspended"]
+    assert engine.state()["lower"]["disk"]["is_suspended"]
     engine.stack.drop("a")
 
 
@@ -530,7 +535,7 @@ def test_a_prefetch_brings_blocks_before_the_request_asks() -> None:
     engine.stack.prefetch("full", block_keys(1, 1, *range(1, 13)), engine.now)
     engine.stack.prefetch("full", block_keys(*range(1, 13)), engine.now)
     engine.settle()
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["blocks_up"] == 8, "a quarter of host memory"
+    assert engine.state()["lower"]["disk"]["blocks_up"] == 8, "a quarter of host memory"
     engine.check_nothing_is_left()
     promise = engine.ask("a", *range(1, 9))
     assert promise is not None
@@ -538,7 +543,7 @@ def test_a_prefetch_brings_blocks_before_the_request_asks() -> None:
     engine.stack.drop("a")
     engine.stack.prefetch("full", block_keys(*range(9, 13)), engine.now)
     engine.settle()
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["blocks_up"] == 12, "what has come takes no share"
+    assert engine.state()["lower"]["disk"]["blocks_up"] == 12, "what has come takes no share"
     engine.close()
 
 
@@ -552,9 +557,9 @@ def test_a_request_that_asks_for_a_prefetched_block_moves_it_ahead() -> None:
     promise = engine.ask("a", 15, 16)
     assert promise is not None
     assert promise.held["full"].all()
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["queued_chunks"] > 4
+    assert engine.state()["lower"]["disk"]["queued_chunks"] > 4
     engine.settle()
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["blocks_up"] == 16
+    assert engine.state()["lower"]["disk"]["blocks_up"] == 16
     engine.stack.drop("a")
     engine.check_nothing_is_left()
     engine.close()
@@ -564,7 +569,7 @@ def test_a_request_larger_than_host_memory_gets_its_first_blocks(engine: Engine)
     engine.only_below(*range(1, 9))
     engine.only_below(*range(21, 29))
     assert engine.answer("a", *range(1, 9), *range(21, 29)) == list(range(1, 9))
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["refused_above"] == {"tier-full": 8}
+    assert engine.state()["lower"]["disk"]["refused_above"] == {"tier-full": 8}
     assert engine.stack.totals["refused_blocks", "host_memory", "tier-full"] == 2 * 8, "for the pool too"
     assert not engine.failures("disk")
     engine.load("a", *range(1, 9))
@@ -592,7 +597,7 @@ def test_blocks_that_wait_to_be_written_are_bounded(engine: Engine) -> None:
     for number in range(200):
         engine.store(number)
         engine.step()
-    assert engine.stack.snapshot(engine.now)["lower"]["disk"]["blocks_to_write"] <= 16
+    assert engine.state()["lower"]["disk"]["blocks_to_write"] <= 16
 
 
 def test_a_silent_tier_is_waited_for_until_the_deadline(engine: Engine) -> None:

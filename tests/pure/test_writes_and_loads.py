@@ -471,7 +471,7 @@ def test_ended_holds_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyP
     for transfer_id in holds:
         side.compute(transfer_id, prompt(END))
         side.end(transfer_id, GAVE_UP)
-    assert side.snapshot(NOW) == {"prompts": {}, "writes": {}, "ended": holds[-4:]}
+    assert (side._prompts, side.num_open, list(side._ended)) == ({}, 0, holds[-4:])
     with pytest.raises(HandoffError) as forgotten:
         side.announce(msgspec.structs.replace(asked(transfer_id=holds[0]), known_by=NOW), NOW)
     assert forgotten.value.reason is Reason.WRONG_PARAMETERS, "it is refused all the same"
@@ -510,7 +510,7 @@ def test_a_reset_fails_every_write_and_ends_every_known_prompt() -> None:
         over = side.outcome(key)
         assert over is not None
         assert str(over.error) == str(GAVE_UP)
-    assert side.snapshot(NOW) == {"prompts": {}, "writes": {}, "ended": ["x", "y"]}
+    assert (side._prompts, side.num_open, list(side._ended)) == ({}, 0, ["x", "y"])
     for transfer_id in ("x", "y"):
         with pytest.raises(HandoffError) as refused:
             side.announce(asked(late, transfer_id), NOW)
@@ -713,36 +713,18 @@ def test_a_fence_does_not_touch_a_source_that_was_told_nothing() -> None:
     assert (load.error, load.is_over) == (None, False)
 
 
-def test_the_deadline_ends_a_waiting_load_and_the_snapshot_says_so() -> None:
+def test_the_deadline_ends_a_waiting_load() -> None:
     load = load_of({0: "a"})
     load.announcing(0)
     load.due(0.5)
     assert steps(load, 30.0) == [("REVOKE", 0), ("CHECK_ALIVE", 0)]
     load.still_writing(0, 30.0)
-    assert load.snapshot(31.0) == {
-        "sources": {0: "announced"},
-        "error": "deadline-exceeded",
-        "deadline_in": -1.0,
-        "ask_again_in": {},
-        "revoke_in": {0: 0.0},
-        "fence_in": {0: 59.0},
-    }
-
-
-def test_snapshots_of_a_rank_that_writes_are_plain() -> None:
-    side, span = SourceWrites(), Span("0")
-    needs = {span: Need(0, 32, 16)}
-    side.announce(WriteRequest(WriteKey("d/0", 7, 1), "x", 32, "p", needs, deadline=9.0), NOW)
-    side.compute("x", Prompt(32, "p", {}, num_final=16))
-    assert len(side.take(WriteKey("d/0", 7, 1))) == 1
-    side.end("y", GAVE_UP)
-    assert side.snapshot(now=4.0) == {
-        "prompts": {"x": 16},
-        "writes": {
-            "d/0 7 1": {"state": "writing", "reached": {"0/0": 0}, "in_flight": 1, "error": None, "deadline_in": 5.0}
-        },
-        "ended": ["y"],
-    }
+    assert load.error is not None
+    assert load.error.reason is Reason.DEADLINE_EXCEEDED
+    assert steps(load, 31.0) == [("REVOKE", 0), ("CHECK_ALIVE", 0)]
+    assert ("FENCE", 0) not in steps(load, 89.9)
+    assert ("FENCE", 0) in steps(load, 90.0)
+    assert not load.is_over
 
 
 def test_a_part_that_has_landed_counts_once_it_has_been_compared() -> None:

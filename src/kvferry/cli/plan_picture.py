@@ -376,7 +376,7 @@ def _draw_blocks(drawing: Drawing, report: PlanReport, groups: Sequence[LayerGro
     pairs = [pair for pair in pairs if pair.decode_rank == pairs[0].decode_rank]
     drawing.y += 12
     drawing.path(f"M{MARGIN} {_number(drawing.y)} H{WIDTH - MARGIN}", stroke="#cccccc", fill="none")
-    drawing.heading(f"{name_groups(group.name for group in groups)}: {_what_moves(report, groups, pairs)}")
+    drawing.heading(f"{name_groups(group.name for group in groups)}: {_what_moves(report, groups)}")
     layouts = report.prefill.layout, report.decode.layout
     _draw_sides(drawing, report, pairs, [pair.pair for pair in pairs], name, layouts)
     beside = [pair.per_layer for pair in pairs if pair.per_layer]
@@ -389,7 +389,7 @@ def _draw_blocks(drawing: Drawing, report: PlanReport, groups: Sequence[LayerGro
     _draw_sides(drawing, report, pairs, beside, name, (layouts[0].per_layer, layouts[1].per_layer))
 
 
-def _what_moves(report: PlanReport, groups: Sequence[LayerGroup], pairs: Sequence[PairReport]) -> str:
+def _what_moves(report: PlanReport, groups: Sequence[LayerGroup]) -> str:
     group, request = groups[0], next(each for each in report.requests if each.group == groups[0].name)
     each = " each" if len(groups) > 1 else ""
     layers = f"{_count(len(group.layers), 'layer')}{each}"

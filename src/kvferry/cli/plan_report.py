@@ -656,7 +656,6 @@ def requests_for(
                 window=group.window,
                 source_block_size=sizes[0],
                 destination_block_size=sizes[1],
-                whole_pages=False,
             )
             if group.window
             else 0

@@ -53,7 +53,7 @@ def timeline(
         found = find(opened, wanted)
         announce("merging the logs")
         _draw(opened, found, wanted, trace, html)
-    _print(found, opened, wanted, as_json)
+    _print(found, opened, as_json)
 
 
 def _draw(opened: list[Log], found: Found, wanted: Wanted, trace: Path | None, html: Path | None) -> None:
@@ -159,7 +159,7 @@ def notes(found: Found, logs: list[Log]) -> list[str]:
     return told
 
 
-def _print(found: Found, logs: list[Log], wanted: Wanted, as_json: bool) -> None:
+def _print(found: Found, logs: list[Log], as_json: bool) -> None:
     if as_json:
         result = {
             "loads": [_as_json(shown) for shown in found.shown],

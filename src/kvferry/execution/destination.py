@@ -53,7 +53,7 @@ from kvferry.handoff.wire.trust import THIS_MACHINE, Trust, is_loopback
 from kvferry.layout.shard import HOST_DEVICE, Shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.match import GroupBlocks, of_rank, refuse_incomplete, selector_of
-from kvferry.plan.planner import PairPlan, Route
+from kvferry.plan.planner import PairPlan, Planner
 from kvferry.transport.protocol import ProcessIdentity, is_on_this_host
 
 logger = PeerLog(logging.getLogger(__name__))
@@ -123,20 +123,20 @@ NOTHING_COMPARED = Compares(Integrity.OFF)
 
 
 class SourceEngine:
-    """A prefill engine in one epoch, as one decode rank knows it: its directory, and the route from its ranks.
+    """A prefill engine in one epoch, as one decode rank knows it: its directory, and the plans from its ranks.
 
     ``compares`` says how much of what they write is compared. Raises :class:`PlanError` (unsupported) where this rank
-    could not compare it, and as :meth:`Route.proved_plans`.
+    could not compare it, and as :meth:`Planner.proved_plans`.
     """
 
     def __init__(self, directory: Directory, shard: Shard, compares: Compares) -> None:
         self._sources = decode_shards(directory)
-        self._route = Route(self._sources, shard)
+        self._planner = Planner(self._sources, shard)
         self._directory, self._shard, self._compares = directory, shard, compares
         self._shards = tuple(entry.shard for entry in directory.ranks)
         self.num_bytes = _num_bytes(directory)
         self._cells: dict[PairPlan, PartCells | None] = {}
-        for plan in self._route.proved_plans(0):
+        for plan in self._planner.proved_plans(0):
             self._cells_of(plan)
 
     def sources(self, transfer_id: str, blocks: Sequence[GroupBlocks]) -> list[SourceRank]:
@@ -159,7 +159,7 @@ class SourceEngine:
 
     def plans(self, transfer_id: str) -> tuple[PairPlan, ...]:
         """Return the proved plans of the ranks that write a request. Raises as the constructor."""
-        return self._route.proved_plans(selector_of(transfer_id))
+        return self._planner.proved_plans(selector_of(transfer_id))
 
     def check_parameters(self, engine_id: str, block_sizes: Sequence[int]) -> None:
         """Refuse what the parameters of a request say, where the engine says otherwise: its id, and its block sizes by
@@ -209,7 +209,7 @@ def _num_bytes(directory: Directory) -> int:
 
 
 class SourceEngines:
-    """The routes of one decode rank, by prefill engine. Handshakes run on other threads.
+    """The source engines of one decode rank. Handshakes run on other threads.
 
     ``compares`` says how much of what is written is compared.
     """

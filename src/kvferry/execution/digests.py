@@ -121,7 +121,7 @@ class CellGrid:
     holds a share of the tokens, or items of odd sizes.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> shard = shard_for(layers=["0", "1"], num_kv_heads=8, head_size=64, itemsize=2, block_size=32, num_blocks=10,
     ...     layout=NamedLayout.LBHNC)
     >>> grid = CellGrid(shard.groups[0])
@@ -344,7 +344,7 @@ class CellSums:
     """Sums cells of one part in one rank's memory.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> memory = np.arange(4096, dtype=np.uint8)
     >>> shard = shard_for(layers=["0"], num_kv_heads=1, head_size=8, itemsize=2, block_size=16, num_blocks=8,
     ...     layout=NamedLayout.LBHNC, base_address=memory.ctypes.data)

@@ -45,7 +45,7 @@ from kvferry.handoff.source import Batch, Part, Prompt, SourceWrites, WriteReque
 from kvferry.layout.shard import decode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.match import selector_of
-from kvferry.plan.planner import SHORT_TOKENS, LayerSpans, PairPlan, Route, Span, goes_whole
+from kvferry.plan.planner import SHORT_TOKENS, LayerSpans, PairPlan, Planner, Span, goes_whole
 from kvferry.transport.protocol import Direction, Status, Transfer
 from kvferry.transport.registry import Connecting, Link
 
@@ -88,11 +88,11 @@ Preemptions = Mapping[str, tuple[int, int]]
 
 @dataclass
 class DestinationRank:
-    """A destination rank in one epoch: the route to the rank, connected by the first write of this rank's part."""
+    """A destination rank in one epoch: its plans, and its link, which the first write of this rank's part connects."""
 
     answers_at: EndPoint
     end_points: dict[str, bytes]
-    route: Route
+    planner: Planner
     link: Connecting | Link
     """The connection, or the attempt to connect, for the next write."""
     source_index: int
@@ -113,7 +113,7 @@ class DestinationRank:
 
     def plan(self, transfer_id: str) -> PairPlan:
         """Return this rank's plan for a transfer. Raises :class:`HandoffError` (missing-source) where there is none."""
-        for plan in self.route.plans(selector_of(transfer_id)):
+        for plan in self.planner.plans(selector_of(transfer_id)):
             if plan.assignment.source_index == self.source_index:
                 return plan
         raise HandoffError(
@@ -153,12 +153,12 @@ class Destinations:
         index = question.sources.index(self._rank.shard)
         num_fences = self._rank.transports.num_fences
         link = self._rank.transports.connect(question.end_points)
-        route = Route([decode_shard(source) for source in question.sources], decode_shard(question.shard))
+        planner = Planner([decode_shard(source) for source in question.sources], decode_shard(question.shard))
         # The connection to a former registration is not closed: it ends with the last batch in flight over it.
         self.known[key] = DestinationRank(
             question.answers_at,
             question.end_points,
-            route,
+            planner,
             link,
             index,
             question.registration,

@@ -21,13 +21,13 @@ from kvferry.execution.digests import Integrity, PartCells, PartDigests, Written
 from kvferry.execution.memory import as_bytes, placed
 from kvferry.handoff.messages import WriteKey
 from kvferry.handoff.source import BlockList, Cut, Part, announced_blocks
-from kvferry.layout.dense import shard_for
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Shard
 from kvferry.layout.slab import slab_shard
+from kvferry.models.groups import AttentionCache, RankMemory, form_groups, model_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.match import GroupBlocks
-from kvferry.plan.planner import PairPlan, Route
+from kvferry.plan.planner import PairPlan, Planner
 from kvferry.transport.protocol import Direction, Status
 from kvferry.transport.registry import TransportSet
 
@@ -149,7 +149,7 @@ class Trial:
         while (link := connecting.poll()) is None:
             _wait(deadline)
         self._transport = link.name
-        for plan in Route([source.shard], destination.shard).proved_plans(0):
+        for plan in Planner([source.shard], destination.shard).proved_plans(0):
             transfer = link.transport.submit(link.peer, Direction.WRITE, plan.lower(blocks))
             while link.transport.poll(transfer) is Status.PENDING:
                 _wait(deadline)
@@ -339,16 +339,9 @@ def try_device(order: DeviceOrder, layout: NamedLayout, *, opens: Callable[[], T
 
 def small_cache(layout: NamedLayout, device: str) -> "tuple[Shard, torch.Tensor]":
     """Return a dense cache on a device, and its memory, which lives as long as the tensor."""
-    shard = shard_for(
-        layers=LAYERS,
-        num_kv_heads=NUM_HEADS,
-        head_size=HEAD_SIZE,
-        itemsize=ITEMSIZE,
-        block_size=BLOCK_SIZE,
-        num_blocks=NUM_BLOCKS,
-        layout=layout,
-    )
-    return placed(shard, device)
+    cache = AttentionCache(num_kv_heads=NUM_HEADS, head_size=HEAD_SIZE, itemsize=ITEMSIZE)
+    memory = RankMemory(layout=layout, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    return placed(model_shard(form_groups(dict.fromkeys(LAYERS, cache)), frozenset(LAYERS), memory), device)
 
 
 def views_of(shard: Shard) -> "Mapping[str, torch.Tensor]":

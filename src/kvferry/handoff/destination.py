@@ -15,7 +15,7 @@ that has failed: the source's word that it writes no more says nothing of them, 
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff.holds import is_of_hold
@@ -228,17 +228,6 @@ class DestinationLoad:
         """Give up; the first error stays, and a committed load stays committed."""
         if self.error is None and not self.is_over:
             self.error = error.without_traceback()
-
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """Return the state as plain data, times relative to ``now``, the error as its reason code."""
-        return {
-            "sources": {index: source.name.lower() for index, source in self._sources.items()},
-            "error": None if self.error is None else self.error.reason.value,
-            "deadline_in": self._deadline - now,
-            "ask_again_in": {index: max(0.0, at - now) for index, at in self._ask_again_at.items()},
-            "revoke_in": {index: max(0.0, at - now) for index, at in self._revoke_at.items()},
-            "fence_in": {index: max(0.0, at - now) for index, at in self._fence_at.items()},
-        }
 
     def _late(self) -> HandoffError:
         places = [self._answers_at[index] for index, source in self._sources.items() if source is not Source.DONE]

@@ -16,7 +16,6 @@ import re
 import secrets
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
@@ -400,17 +399,6 @@ class Holds:
         """Return the holds that ended since the last call, each once."""
         ended, self._ended = self._ended, []
         return ended
-
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """Return the state as plain data: holds with their lease's remaining seconds, and the ended ones not taken."""
-        return {
-            "holds": {
-                hold.transfer_id: (hold.request_id, None if hold.lease is None else hold.lease.remaining(now))
-                for hold in sorted(self._holds.values(), key=lambda hold: hold.handle)
-            },
-            "num_free": self._max_holds - len(self._own_of),
-            "ended": [(transfer_of(ended.handle), ended.ending.value) for ended in self._ended],
-        }
 
     def _family(self, hold: Hold) -> list[Hold]:
         """Return the holds of all parallel samples of a prompt; a transfer has one hold."""

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import msgspec
 
@@ -80,8 +79,8 @@ class RemoteHolds:
     >>> hold = RemoteHold("p", 7, "127.0.0.1", 5600, Handle("a", 1))
     >>> holds.arrive("x", hold, lease_seconds=60.0, now=0.0)
     >>> holds.finish("x", now=1.0)
-    >>> holds.take_releases(now=1.0) == [hold], holds.snapshot(now=1.0)
-    (True, {})
+    >>> holds.take_releases(now=1.0) == [hold]
+    True
     """
 
     def __init__(self, stalled_seconds: float) -> None:
@@ -181,17 +180,6 @@ class RemoteHolds:
                 use.is_lost = True
                 requests.extend(sorted(use.requests))
         return requests
-
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """Return the state as plain data: each hold's requests, the seconds left of its lease and until its renewal."""
-        return {
-            hold.handle.request_id: {
-                "requests": sorted(use.requests),
-                "lease_seconds": None if use.is_lost else use.lease.remaining(now),
-                "renew_in": max(0.0, self._renew_at[hold] - now),
-            }
-            for hold, use in sorted(self._uses.items())
-        }
 
     def _use_of(self, request_id: str) -> _Use | None:
         hold = self._hold_of.get(request_id)

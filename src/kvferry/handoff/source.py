@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -50,8 +50,6 @@ MOST_KEPT_TEXT = 200
 """Characters of a refusal that are remembered: a stranger may have :data:`MAX_REMEMBERED` announcements refused."""
 MOST_NAMES = 500
 """Characters of a peer's names in an error."""
-ANNOUNCED = "an announced prompt"
-"""The prompt in errors of a source, which does not know the request of its destination."""
 CHECK_PARAMETERS = (
     "Check that the router copies the prefill engine's kv_transfer_params unchanged into the request of the same "
     "prompt, and that no client sets them."
@@ -166,16 +164,6 @@ class SourceWrite:
         """Give up once the deadline has passed."""
         if self.state is WriteState.OPEN and now >= self._deadline:
             self.fail(_late(self._transfer_id))
-
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """Return the state as plain data, times relative to ``now``, the error as its reason code."""
-        return {
-            "state": self.state.value,
-            "reached": {f"{span.group}/{span.number}": token for span, token in self._reached.items()},
-            "in_flight": len(self._in_flight),
-            "error": None if self.error is None else self.error.reason.value,
-            "deadline_in": self._deadline - now,
-        }
 
     def _ready(self, span: Span, final: int) -> int:
         need = self._needs[span]
@@ -342,7 +330,7 @@ class SourceWrites:
         if (ended := self._ended.get(request.transfer_id)) is not None:
             raise ended.without_traceback()
         if self._lacks_prompt(request, now):
-            raise wrong_parameters(ANNOUNCED, "it holds none of the generation that they name")
+            raise wrong_parameters("it holds none of the generation that they name")
         self._requests[key] = request
         self._requests_of.setdefault(request.transfer_id, set()).add(key)
         self._wanted_spans |= request.needs.keys()
@@ -425,7 +413,7 @@ class SourceWrites:
         """Give the write up once its deadline has passed, or the time in which its prompt must have become known."""
         if write := self._open.get(key):
             if self._lacks_prompt(self._requests[key], now):
-                write.fail(not_held(ANNOUNCED))
+                write.fail(not_held())
             write.tick(now)
             self._record_outcome(key)
 
@@ -439,17 +427,6 @@ class SourceWrites:
         if key in self._revoked:
             return Outcome(_revoked())
         return self._may_land.get(key) or self._outcomes.get(key)
-
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """Return the state as plain data: prompts' final tokens, and each open write with its remaining seconds."""
-        return {
-            "prompts": {name: prompt.num_final for name, prompt in sorted(self._prompts.items())},
-            "writes": {
-                f"{key.receiver} {key.receiver_epoch} {key.number}": write.snapshot(now)
-                for key, write in sorted(self._open.items())
-            },
-            "ended": sorted(self._ended),
-        }
 
     def _lacks_prompt(self, request: WriteRequest, now: float) -> bool:
         """Return whether the prompt should be known by now and is not."""
@@ -492,7 +469,7 @@ def _compare_prompts(prompt: Prompt, request: WriteRequest) -> None:
     if (prompt.num_tokens, prompt.digest) != (request.num_tokens, request.prompt_digest):
         if is_of_hold(request.transfer_id):
             different = f"it holds another prompt, of {prompt.num_tokens} tokens; this one has {request.num_tokens}"
-            raise wrong_parameters(ANNOUNCED, different)
+            raise wrong_parameters(different)
         raise HandoffError(
             Reason.INVALID_REQUEST,
             f"{request.key.receiver} announced blocks for {request.num_tokens} tokens of {request.transfer_id}, which "
@@ -665,21 +642,22 @@ def _blocks_covering(first_token: int, block_ids: Sequence[int], covers: int, cu
     return BlockList(first_token + first * covers, block_ids[first:end])
 
 
-def wrong_parameters(prompt: str, different: str) -> HandoffError:
-    """Return the error of a request whose parameters are not those of its ``prompt``; ``different`` names what is."""
+def wrong_parameters(different: str) -> HandoffError:
+    """Return the error of an announcement whose parameters are not those of its prompt; ``different`` names what is."""
     return HandoffError(
         Reason.WRONG_PARAMETERS,
-        f"the kv_transfer_params of {prompt} are not those of a prompt that the prefill engine holds: {different}.",
+        "the kv_transfer_params of an announced prompt are not those of a prompt that the prefill engine holds: "
+        f"{different}.",
         f"{CHECK_PARAMETERS} Then send the prompt again.",
     )
 
 
-def not_held(prompt: str) -> HandoffError:
-    """Return the error of a ``prompt`` of which nothing is held: its parameters are wrong, or its hold has ended."""
+def not_held() -> HandoffError:
+    """Return the error of an announced prompt that is not held: its parameters are wrong, or its hold has ended."""
     return HandoffError(
         Reason.SOURCE_CHANGED,
-        f"the prefill engine holds nothing under the kv_transfer_params of {prompt}: they are not those of a prompt "
-        "that it holds, or that prompt's hold was released or has expired.",
+        "the prefill engine holds nothing under the kv_transfer_params of an announced prompt: they are not those of a "
+        "prompt that it holds, or that prompt's hold was released or has expired.",
         f"{CHECK_PARAMETERS} Send the prompt again; if unchanged parameters of first loads fail so, raise "
         "lease_seconds on the prefill side.",
     )

@@ -1,6 +1,5 @@
 """The axes of an attention cache, and the six memory orders of them that vLLM names (vLLM RFC #42082)."""
 
-from collections.abc import Mapping
 from enum import StrEnum
 
 from kvferry.errors import LayoutError, Reason, did_you_mean
@@ -73,17 +72,3 @@ class NamedLayout(StrEnum):
         ('LBHNC', 'LBNHC')
         """
         return NamedLayout("L" + self.value.replace("L", ""))
-
-    def strides(self, sizes: Mapping[Axis, int]) -> dict[Axis, int]:
-        """Return the stride of each axis of a dense array, in the unit of the size of C.
-
-        >>> sizes = {Axis.L: 36, Axis.B: 640, Axis.H: 8, Axis.N: 16, Axis.C: 512}
-        >>> {axis.value: stride for axis, stride in NamedLayout.BHLNC.strides(sizes).items()}
-        {'C': 1, 'N': 512, 'L': 8192, 'H': 294912, 'B': 2359296}
-        """
-        strides: dict[Axis, int] = {}
-        stride = 1
-        for axis in reversed(self.order):
-            strides[axis] = stride
-            stride *= sizes[axis]
-        return strides

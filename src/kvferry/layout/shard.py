@@ -547,7 +547,7 @@ def encode_shard(shard: Shard) -> bytes:
     for one that :func:`decode_shard` refuses.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> shard = shard_for(layers=["0"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10,
     ...     layout=NamedLayout.BHLNC)
     >>> decode_shard(encode_shard(shard)) == shard

@@ -38,7 +38,7 @@ def slab_shard(
     Raises :class:`LayoutError`: ``split-atom`` where a block of the slab would not be exactly one packed page of each
     head and layer, ``invalid-layout`` for groups that ``num_blocks`` does not count or whose ranks differ.
 
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> ranks = [shard_for(layers=["0", "1"], num_kv_heads=8, head_size=64, itemsize=2, block_size=16, num_blocks=10,
     ...     layout=NamedLayout.LBNHC, tp_rank=rank, tp_size=2) for rank in range(2)]

@@ -52,7 +52,7 @@ def block_copies(plan: PairPlan, requests: Sequence[GroupBlocks]) -> list[BlockC
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.slab import slab_shard
     >>> from kvferry.plan.planner import Planner
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> rank = shard_for(layers=["0", "1"], num_kv_heads=2, head_size=4, itemsize=2, block_size=4, num_blocks=9,
     ...     layout=NamedLayout.LBHNC)
     >>> plan, = Planner([rank], slab_shard([rank], {"full": 5})).plans(0)

@@ -154,7 +154,7 @@ def choose_sources(sources: Sequence[Shard], destination: Shard, selector: int) 
     (``missing-source``).
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> def shard(tp_rank, tp_size):
     ...     return shard_for(layers=["0"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10,
     ...         layout=NamedLayout.BHLNC, tp_rank=tp_rank, tp_size=tp_size)
@@ -512,7 +512,6 @@ def first_token_to_move(
     window: int,
     source_block_size: int,
     destination_block_size: int,
-    whole_pages: bool,
 ) -> int:
     """Return the first token to move of a group that keeps only a window.
 
@@ -523,24 +522,21 @@ def first_token_to_move(
 
     The next token attends to itself and to the ``window - 1`` tokens before it, so no earlier token is needed. The
     result is rounded down to the first block that exists in both engines: an engine frees only blocks that lie wholly
-    before the window. Whole blocks thus stay whole at no cost, and no null block is reached. The result is below
-    ``first_token`` only for ``whole_pages``, which move as a whole.
+    before the window. Whole blocks thus stay whole at no cost, and no null block is reached.
 
-    >>> clip = dict(first_token=0, window=100, source_block_size=16, destination_block_size=16, whole_pages=False)
+    >>> clip = dict(first_token=0, window=100, source_block_size=16, destination_block_size=16)
     >>> first_token_to_move(num_computed_tokens=1000, **clip)
     896
     >>> first_token_to_move(num_computed_tokens=50, **clip)
     0
     >>> first_token_to_move(num_computed_tokens=1000, **{**clip, "destination_block_size": 64})
     896
-    >>> first_token_to_move(num_computed_tokens=1000, **{**clip, "first_token": 950, "whole_pages": True})
-    944
     """
     needed = max(first_token, num_computed_tokens - window + 1)
     if needed >= num_computed_tokens:
         return num_computed_tokens
     real = max(needed // size * size for size in (source_block_size, destination_block_size))
-    return real if whole_pages else max(real, first_token)
+    return max(real, first_token)
 
 
 def sample_requests(sources: Sequence[Shard], destination: Shard) -> list[GroupBlocks]:

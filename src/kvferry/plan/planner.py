@@ -440,7 +440,7 @@ class PairPlan:
     """The plan of one ``assignment`` from :func:`choose_sources`, for any request.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> from kvferry.plan.match import choose_sources
     >>> shape = dict(layers=["0", "1"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10)
     >>> prefill = [shard_for(layout=NamedLayout.BHLNC, tp_rank=rank, tp_size=2, **shape) for rank in range(2)]
@@ -519,6 +519,7 @@ class Planner:
         self.sources, self.destination = tuple(sources), destination
         self._plans: dict[Assignment, PairPlan] = {}
         self._by_selector: dict[int, tuple[PairPlan, ...]] = {}
+        self._proved: set[tuple[PairPlan, ...]] = set()
         self.plans(0)
 
     def plans(self, selector: int) -> tuple[PairPlan, ...]:
@@ -530,6 +531,18 @@ class Planner:
             chosen = choose_sources(self.sources, self.destination, remainder)
             found = self._by_selector[remainder] = tuple(self._plan(assignment) for assignment in chosen)
         return found
+
+    def proved_plans(self, selector: int) -> tuple[PairPlan, ...]:
+        """Return :meth:`plans`, whose templates are proved on a small request before they move any other.
+
+        Raises :class:`PlanError` and :class:`VerificationError`.
+        """
+        plans = self.plans(selector)
+        if plans not in self._proved:
+            blocks = sample_requests(self.sources, self.destination)
+            verify_destination([(plan.source, plan.lower(blocks)) for plan in plans], self.destination, blocks)
+            self._proved.add(plans)
+        return plans
 
     def _plan(self, assignment: Assignment) -> PairPlan:
         found = self._plans.get(assignment)
@@ -652,28 +665,3 @@ def _with_layers(group: CacheGroup, layers: frozenset[str]) -> CacheGroup:
         components.append(msgspec.structs.replace(component, layers=names, layer_offsets=offsets))
     scales = tuple(scale for scale in group.scales if scale.layer in layers)
     return msgspec.structs.replace(group, components=tuple(components), scales=scales)
-
-
-class Route:
-    """How bytes move from source ranks to one destination: the plans and their proof."""
-
-    def __init__(self, sources: Sequence[Shard], destination: Shard) -> None:
-        self._sources, self._destination = sources, destination
-        self._proved: set[tuple[PairPlan, ...]] = set()
-        self._planner = Planner(sources, destination)
-
-    def plans(self, selector: int) -> tuple[PairPlan, ...]:
-        """Return the plans of the source ranks that the selector chooses. Raises :class:`PlanError`."""
-        return self._planner.plans(selector)
-
-    def proved_plans(self, selector: int) -> tuple[PairPlan, ...]:
-        """Return :meth:`plans`, whose templates are proved on a small request before they move any other.
-
-        Raises :class:`PlanError` and :class:`VerificationError`.
-        """
-        plans = self.plans(selector)
-        if plans not in self._proved:
-            blocks = sample_requests(self._sources, self._destination)
-            verify_destination([(plan.source, plan.lower(blocks)) for plan in plans], self._destination, blocks)
-            self._proved.add(plans)
-        return plans

@@ -126,7 +126,7 @@ class _Pool:
 class HostMemory:
     """The index of a slab.
 
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.slab import slab_shard
     >>> rank = shard_for(layers=["0"], num_kv_heads=1, head_size=8, itemsize=2, block_size=16, num_blocks=10,
@@ -191,11 +191,6 @@ class HostMemory:
         """Return a presence for each key: ``PENDING`` while the block is being stored."""
         self._check(keys)
         return self._presences[self._slots_of(keys)]
-
-    def presence(self, key: BlockKey) -> Presence:
-        """Return the presence of one block; :meth:`look_up` of many is quicker than this of each."""
-        self._check_open()
-        return Presence(self._presences[self._slot_of.get(key, self.num_slots)])
 
     def visible_among(self, keys: list[BlockKey]) -> list[BlockKey]:
         """Return the visible blocks among any number of keys, in their order."""

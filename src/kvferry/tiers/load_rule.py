@@ -186,11 +186,6 @@ class LoadRule:
         saved = None if whole is None or rest is None else whole - rest
         return Decision(choice, because, way.num_tokens, seconds[chosen], whole, saved)
 
-    def snapshot(self) -> dict[str, dict[str, float]]:
-        """Return the times learned so far."""
-        named = {"step": self.steps, "load": self.loads}
-        return {name: {"fixed_seconds": times.fixed, "each_seconds": times.each} for name, times in named.items()}
-
     def _compute_seconds(self, num_tokens: int) -> float | None:
         whole, rest = divmod(num_tokens, self._max_step_tokens)
         steps = [self.steps.seconds(rest)] if rest else []

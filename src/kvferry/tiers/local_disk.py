@@ -137,7 +137,7 @@ class LocalDisk(ThreadedTier[DiskLoad, DiskStore]):
     ) -> None:
         check_capacity(capacity_bytes)
         usable_bytes = capacity_bytes - RESERVED_BYTES
-        super().__init__(Capabilities("local_disk", capacity_bytes, survives_close=True), region)
+        super().__init__(Capabilities("local_disk", capacity_bytes), region)
         self._stall_seconds = stall_seconds
         self._directory, self._lock = open_directory(directory)
         self._space = Space(usable_bytes, min(segment_bytes or _segment_bytes(usable_bytes), usable_bytes))

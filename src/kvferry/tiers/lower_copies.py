@@ -23,7 +23,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import compress, islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -340,11 +340,6 @@ class LowerCopies:
         """Blocks that did not arrive, above or below, and calls that failed, by reason; ``tier-full`` is no error."""
         return self._tier.failures
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether there is nothing to drive."""
-        return not (self._queues or self._prefetches or self._to_write or self._promotions or self._writes)
-
     def is_moving(self, now: float) -> bool:
         """Return whether a copy goes on, or another may begin: not while a tier that failed or hangs is left alone."""
         copies: list[_Promotion | _Write] = [*self._promotions.values(), *self._writes.values()]
@@ -446,21 +441,6 @@ class LowerCopies:
         """Blocks and bytes that have moved so far, up and down, and the blocks that the tier evicted."""
         names = ("blocks_up", "bytes_up", "blocks_down", "bytes_down", "evicted")
         return {name: self._counts[name] for name in names}
-
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """Return the state as plain data: counts of blocks and bytes so far, failures, queues, and ages of copies."""
-        return {
-            **self.totals,
-            "failures": {reason.value: count for reason, count in sorted(self.failures.items()) if count},
-            "refused_above": {reason.value: count for reason, count in sorted(self.refused_above.items()) if count},
-            "queued_chunks": sum(map(len, self._queues.values())) + len(self._prefetches),
-            "blocks_to_write": len(self._to_write),
-            "promotions": [now - promotion.since for promotion in self._promotions.values()],
-            "writes": [now - write.since for write in self._writes.values()],
-            "stuck_blocks": len(self.stuck),
-            "is_suspended": self.is_suspended(now),
-            "is_set_aside": self._tier.is_set_aside,
-        }
 
     def _may_begin(self, copies: Sized, now: float) -> bool:
         return len(copies) < self._settings.copies_per_tier and not self.is_suspended(now)

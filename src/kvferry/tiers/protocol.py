@@ -71,13 +71,11 @@ Presences = npt.NDArray[np.uint8]
 class Capabilities:
     """What a tier is.
 
-    ``capacity_bytes`` bounds the bytes that the tier occupies, overhead included. ``survives_close``: a tier that is
-    opened again at the same place holds the blocks that were visible before.
+    ``capacity_bytes`` bounds the bytes that the tier occupies, overhead included.
     """
 
     name: str
     capacity_bytes: int
-    survives_close: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -77,7 +76,7 @@ class Stack:
     A request's way: :meth:`locate`, :meth:`ask` until there is a promise, :meth:`begin_load`, :meth:`complete_load`;
     and :meth:`drop` wherever it leaves that way. A step's way: :meth:`prepare_store`, :meth:`land` for each part.
 
-    >>> from kvferry.layout.dense import shard_for
+    >>> from tests.support.dense import shard_for
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.slab import slab_shard
     >>> from kvferry.tiers.protocol import KEY_BYTES
@@ -93,8 +92,7 @@ class Stack:
     [True, True, False]
     >>> stack.begin_load("a request", {"full": keys[:2]})["full"].block_ids.tolist()
     [0, 1]
-    >>> stack.complete_load("a request"), stack.is_idle
-    (None, True)
+    >>> stack.complete_load("a request")
     """
 
     def __init__(
@@ -113,12 +111,6 @@ class Stack:
         self._prefetches: dict[Chunk, None] = {}
         """The chunks that were prefetches when they were queued."""
         self._counts: Counter[str] = Counter()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether ``poll`` has nothing to do until the next call of another verb."""
-        is_asked = any(not asker.is_loading for asker in self._askers.values())
-        return not is_asked and all(copies.is_idle for copies in self._lower)
 
     @property
     def has_lower_tiers(self) -> bool:
@@ -350,29 +342,6 @@ class Stack:
             if not asker.is_loading and now > asker.leased_until:
                 self._counts["leases_ended"] += 1
                 self.drop(request_id)
-
-    def snapshot(self, now: float) -> dict[str, Any]:
-        """Return the state as plain data.
-
-        ``requests``: for each, how many blocks are pinned, undecided and in chunks, the seconds to its deadline, and
-        whether it loads. ``counts``: blocks promised, missed, loaded and stored, and leases ended, so far.
-        """
-        return {
-            "host_memory": self._host.snapshot(),
-            "lower": {copies.name: copies.snapshot(now) for copies in self._lower},
-            "requests": {
-                request_id: {
-                    "pinned": len(asker.pinned),
-                    "undecided": len(asker.undecided),
-                    "in_chunks": len(asker.in_chunks),
-                    "seconds_left": asker.deadline - now,
-                    "is_loading": asker.is_loading,
-                }
-                for request_id, asker in sorted(self._askers.items())
-            },
-            "blocks_in_chunks": len(self._chunks),
-            "counts": dict(self._counts),
-        }
 
     def close(self) -> None:
         """Close the lower tiers, all at once, then host memory; takes at most ``MAX_CLOSE_SECONDS``.

@@ -253,7 +253,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
 
     _transfer_type = MooncakeTransfer
     _connection_type = MooncakeConnection
-    capabilities = Capabilities(name="mooncake", cancel_is_immediate=False, close_ends_writes=True)
+    capabilities = Capabilities(name="mooncake", close_ends_writes=True)
     _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
     _slice_bytes = _device_slice_bytes = MAX_BYTES_PER_SLICE
 

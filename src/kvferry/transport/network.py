@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from struct import pack, unpack
 
@@ -20,8 +20,6 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK_DEVICE = "lo"
 THIS_HOST = "127.0.0.1"
-ANY_HOST = "192.0.2.1"
-"""An address of no host (RFC 5737): the way to it is the default route."""
 AddressesOf = Callable[[str, int], Sequence[str]]
 """Returns the addresses of a host that a peer has named, to which this process may connect. May wait for a name server.
 Raises :class:`kvferry.errors.KVFerryError` or :class:`OSError`."""
@@ -44,20 +42,17 @@ def any_addresses(host: str, port: int) -> list[str]:
 class Network:
     """The network of one process's transports.
 
-    They listen at ``listens_at``, an address or a name of this host; an empty text means every interface. A transport
-    that listens wherever it connects from listens also on the interfaces through which this machine ``reaches`` these
-    names, addresses and networks. Transports connect to the addresses of ``addresses_of``.
+    They listen at ``listens_at``, an address or a name of this host; an empty text means every interface. They connect
+    to the addresses of ``addresses_of``.
     """
 
     listens_at: str = THIS_HOST
     addresses_of: AddressesOf = any_addresses
-    reaches: Sequence[str] = ()
 
 
-def ucx_devices(listens_at: str, reaches: Sequence[str] = ()) -> str:
-    """Return the devices for UCX to listen at an address or name of this host and to connect to other hosts: their
-    interfaces, and all RDMA devices, which open no port. Empty for every device, also where no interface has the
-    address.
+def ucx_devices(listens_at: str) -> str:
+    """Return the devices for UCX to listen at an address or name of this host: its interfaces, and beyond loopback all
+    RDMA devices, which open no port. Empty for every device, also where no interface has the address.
 
     >>> ucx_devices("127.0.0.1"), ucx_devices("")
     ('lo', '')
@@ -75,64 +70,9 @@ def ucx_devices(listens_at: str, reaches: Sequence[str] = ()) -> str:
     if not found:
         logger.warning("kvferry: no interface has the address of %r: NIXL listens on every interface.", listens_at)
         return ""
-    found = found.union(*map(_interfaces_to, reaches))
     if found == {LOOPBACK_DEVICE}:
         return LOOPBACK_DEVICE
     return ",".join([*sorted(found), *rdma_devices()])
-
-
-def _interfaces_to(host: str) -> set[str]:
-    """Return the interfaces through which packets go to a host, or to any host of a network."""
-    try:
-        network = ip_network(_bare(host), strict=False)
-    except ValueError:
-        return _interfaces_to_name(host)
-    found = {name for name, reached in _routes() if network.overlaps(reached)}
-    found |= _interfaces_to_address(str(network[1 if network.num_addresses > 1 else 0]))
-    if not found:
-        logger.warning("kvferry: this machine has no route to %s: NIXL does not connect there.", host)
-    return found
-
-
-def _interfaces_to_name(host: str) -> set[str]:
-    """Return the interfaces to the addresses of a name, or of the default route where the name cannot be looked up."""
-    try:
-        return set().union(*map(_interfaces_to_address, any_addresses(host, 0)))
-    except OSError as error:
-        found = _interfaces_to_address(ANY_HOST)
-        logger.warning(
-            "kvferry: %r cannot be looked up, so NIXL connects through the default route, %s: %s",
-            host,
-            ", ".join(found) or "and there is none",
-            error,
-        )
-        return found
-
-
-def _interfaces_to_address(address: str) -> set[str]:
-    """Return the interface through which packets go to an address; none where there is no route."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
-        asking.connect((address, 9))  # sends nothing
-        name = interface_of(str(asking.getsockname()[0]))
-        return set() if name is None else {name}
-    return set()
-
-
-def _routes() -> Iterator[tuple[str, IPv4Network | IPv6Network]]:
-    """Yield the routes of this machine, besides default routes: interface and network."""
-    with suppress(OSError):
-        for line in Path("/proc/net/route").read_text().splitlines()[1:]:
-            name, destination, _, _, _, _, _, mask, *_ = line.split()
-            address, bits = (int(text, 16).to_bytes(4, "little") for text in (destination, mask))
-            if any(bits):
-                yield name, IPv4Network((address, int.from_bytes(bits, "big").bit_count()))
-    with suppress(OSError):
-        for line in Path("/proc/net/ipv6_route").read_text().splitlines():
-            destination, length, *_, name = line.split()
-            reached = IPv6Network((bytes.fromhex(destination), int(length, 16)))
-            if reached.prefixlen and not (reached.is_link_local or reached.is_multicast):
-                yield name, reached
 
 
 def interface_of(address: str) -> str | None:

@@ -316,9 +316,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
     set, it names the devices.
     """
 
-    capabilities = Capabilities(
-        name="nixl", cancel_is_immediate=False, close_ends_writes=True, moves_device_memory=True
-    )
+    capabilities = Capabilities(name="nixl", close_ends_writes=True, moves_device_memory=True)
     _transfer_type = NixlTransfer
     _connection_type = NixlConnection
     _slice_descriptors = MAX_DESCRIPTORS_PER_SLICE
@@ -401,7 +399,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         if self._closed:
             return self._agent is None
         self._closed = True
-        if not self._end_within(CLOSE_SECONDS):
+        if not self._ended_in_time():
             logger.warning("closed with %d NIXL transfers running; the agent stays", len(self._running_handles))
             _still_writing.append((self._agent, self._nonces))
             return False
@@ -545,9 +543,9 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         except Exception:
             logger.warning("NIXL did not release an ended transfer", exc_info=True)
 
-    def _end_within(self, seconds: float) -> bool:
-        """Wait for running transfers; return whether all have ended."""
-        deadline = time.monotonic() + seconds
+    def _ended_in_time(self) -> bool:
+        """Wait for running transfers, for ``CLOSE_SECONDS`` at most; return whether all have ended."""
+        deadline = time.monotonic() + CLOSE_SECONDS
         while self._running_handles and time.monotonic() < deadline:
             for handle in list(self._running_handles):
                 try:

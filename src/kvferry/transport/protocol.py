@@ -62,9 +62,6 @@ class Status(StrEnum):
 class Capabilities:
     """The abilities of a transport.
 
-    ``cancel_is_immediate``: ``cancel`` returns ``CANCELLED`` at once; otherwise a cancelled transfer stays ``PENDING``
-    until no more bytes can land.
-
     ``moves_device_memory``: regions may lie on CUDA devices, by their names in torch, such as ``cuda:0``. Once a
     transfer that landed in such memory is ``DONE``, work that is launched on the device afterwards sees the bytes.
 
@@ -74,7 +71,6 @@ class Capabilities:
     """
 
     name: str
-    cancel_is_immediate: bool = True
     ends_with_process: bool = False
     close_ends_writes: bool = False
     moves_device_memory: bool = False

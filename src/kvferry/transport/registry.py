@@ -280,7 +280,7 @@ def open_transport(name: str, *, network: Network = THIS_HOST_ONLY) -> Transport
     check_setting(name)
     options: dict[str, Any] = {}
     if name == "nixl":
-        options["devices"] = ucx_devices(network.listens_at, network.reaches)
+        options["devices"] = ucx_devices(network.listens_at)
     elif name == "mooncake":
         options["addresses_of"] = network.addresses_of
     return make(FACTORIES[name], **options)

@@ -34,8 +34,7 @@ from kvferry.tiers.protocol import KEY_BYTES, BlockKey
 
 PAGE_BYTES = 4096
 """The alignment of direct access: of every offset, length and address."""
-VERSION = 2
-"""Version 1 had header, table and cells in one file, ``segment-00000001.kv``."""
+VERSION = 1
 RECORD_BYTES = 128
 MAX_CELLS = 1 << 22
 """Most cells of a segment: a damaged header cannot claim a table that fills the memory."""
@@ -500,8 +499,9 @@ def read_segment(directory: Directory, name: str) -> tuple[SegmentShape, list[Re
         try:
             descriptor = directory.open(path.name, os.O_RDONLY)
         except FileNotFoundError:
-            _refuse_without_table(directory, name)
-            raise
+            os.stat(cells_name(name), dir_fd=directory.descriptor, follow_symlinks=False)
+            message = f"{cells_name(name)} has no table that says which blocks it holds."
+            raise TierError(Reason.CHECKSUM_MISMATCH, message) from None
         try:
             found = os.fstat(descriptor)
             _check_file(path, found)
@@ -516,21 +516,6 @@ def read_segment(directory: Directory, name: str) -> tuple[SegmentShape, list[Re
         finally:
             os.close(descriptor)
     return shape, *read_table(table, shape)
-
-
-def _refuse_without_table(directory: Directory, name: str) -> None:
-    """Raise for cells without a table. In format 1 the table lay before them, in the same file."""
-    path = directory.path / cells_name(name)
-    descriptor = directory.open(path.name, os.O_RDONLY)
-    try:
-        _check_file(path, os.fstat(descriptor))
-        SegmentShape.unpack(os.pread(descriptor, PAGE_BYTES, 0))
-    except TierError as error:
-        if error.reason is Reason.UNSUPPORTED_VERSION:
-            raise
-    finally:
-        os.close(descriptor)
-    raise TierError(Reason.CHECKSUM_MISMATCH, f"{path} has no table that says which blocks it holds.")
 
 
 def _check_cells(directory: Directory, name: str, shape: SegmentShape, table: int) -> None:

@@ -35,6 +35,7 @@ from kvferry.tiers.lower_copies import CopySettings
 from kvferry.tiers.protocol import BlockKey
 from kvferry.tiers.stack import Stack
 
+from ....support.offload_state import role_state
 from .faulty_os import Fault, FaultyOs
 from .watched_tiers import StoredBytes, WatchedDisk, WatchedPool, bytes_on_disk
 
@@ -176,7 +177,7 @@ class Life:
             return {}
         found = self.disk.snapshot() if self.disk is not None else {}
         refused = sum(found.get("refused", {}).values())
-        return {"state": self.role.snapshot()["start"], "blocks": found.get("num_blocks", 0), "refused": refused}
+        return {"state": self.role._start.state.name.lower(), "blocks": found.get("num_blocks", 0), "refused": refused}
 
     # Requests.
 
@@ -254,7 +255,7 @@ class Life:
         assert self.role is not None
         if self.core.scheduler.has_requests():
             return True
-        lower = self.role.snapshot()["tiers"].get("lower", {})
+        lower = role_state(self.role)["tiers"].get("lower", {})
         if any(tier["is_suspended"] for tier in lower.values()):
             self._poll()
             return True
@@ -296,7 +297,7 @@ class Life:
         counts = Counter[str]()
         if self.role is None or self.role._start.tiers is None:
             return counts
-        for name, lower in self.role._start.tiers.stack.snapshot(time.monotonic())["lower"].items():
+        for name, lower in role_state(self.role)["tiers"]["lower"].items():
             counts[f"{name} loaded"] = lower["blocks_up"]
             counts[f"{name} stored"] = lower["blocks_down"]
             for reason, number in lower["failures"].items():
@@ -310,7 +311,7 @@ class Life:
         pool = self.core.scheduler.kv_cache_manager.block_pool
         found: dict[str, Any] = {"engine blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()}
         if self.role is not None:
-            state = self.role.snapshot()
+            state = role_state(self.role)
             found |= {name: state[name] for name in ("requests", "promised", "loads", "stores", "kept_blocks")}
             if state["tiers"]:
                 stack = state["tiers"]

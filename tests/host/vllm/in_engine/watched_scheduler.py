@@ -6,7 +6,6 @@ An engine is told to use the class by ``--scheduler-cls watched_scheduler.Watche
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -46,35 +45,34 @@ class WatchedScheduler(Scheduler):
 
 def under_way_in_moves(connector: KVFerryConnector) -> dict[str, int]:
     """Return what the connector that moves prompts keeps: as a prefill engine, and as a decode engine."""
-    role, now = connector._scheduler, time.monotonic()
+    role = connector._scheduler
     state = role._state
-    with state.holds_lock:
-        holds = state.holds.snapshot(now)
     return {
-        "holds": len(holds["holds"]),
-        "ended holds": len(holds["ended"]),
+        "holds": len(state.holds._holds),
+        "ended holds": len(state.holds._ended),
         "held blocks": state.kept_blocks.num_kept,
-        "remote holds": len(state.leases._holds.snapshot(now)),
+        "remote holds": len(state.leases._holds._uses),
         "loads": len(role._loading),
         "expected": len(role._destination._expected),
-        "quarantined": len(role._quarantine.snapshot(now)),
+        "quarantined": len(role._quarantine._kept_since),
     }
 
 
 def under_way_in_offload(connector: KVFerryOffloadConnector) -> dict[str, int]:
     """Return what the offload connector and its tiers keep."""
-    found = connector._scheduler.snapshot()
-    if not found["tiers"]:
+    role = connector._scheduler
+    if role._start.tiers is None:
         return {"offload is not ready": 1}
-    host, tiers = found["tiers"]["host_memory"], found["tiers"]
+    stack = role._start.tiers.stack
+    host = stack._host.snapshot()
     of_tiers = {"offload " + name: host[f"num_{name}"] for name in ("pinned", "loads", "stores")}
     return {
-        "offload requests": found["requests"],
-        "offload promises": found["promised"],
-        "offload loads of requests": len(found["loads"]),
-        "offload stores of requests": found["stores"],
-        "offload kept blocks": found["kept_blocks"],
-        "offload askers": len(tiers["requests"]),
+        "offload requests": len(role._requests),
+        "offload promises": len(role._loads.promised),
+        "offload loads of requests": len(role._loads.jobs),
+        "offload stores of requests": len(role._stores.jobs),
+        "offload kept blocks": role._stores.kept.num_kept,
+        "offload askers": len(stack._askers),
         "offload blocks being stored": sum(group["being_stored"] for group in host["groups"].values()),
         **of_tiers,
     }

@@ -238,8 +238,6 @@ def _first_token(group: GroupShape, source_block_size: int, tokens: tuple[int, i
         window=group.window,
         source_block_size=source_block_size,
         destination_block_size=group.block_size,
-        # Whole pages need equal block sizes; then vLLM's first token begins a block on both sides.
-        whole_pages=False,
     )
 
 
@@ -522,10 +520,6 @@ class Quarantine:
     def num_not_loading(self, loading: Mapping[str, BlockIds]) -> int:
         """Return how many quarantined requests the engine no longer waits for."""
         return len(self._kept_since.keys() - loading.keys())
-
-    def snapshot(self, now: float) -> dict[str, float]:
-        """Return the quarantined requests and for how many seconds their blocks have been kept."""
-        return {request_id: now - since for request_id, since in sorted(self._kept_since.items())}
 
 
 def _name(request_id: str) -> Hashable:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.request import RequestStatus
 
@@ -276,21 +276,6 @@ class OffloadScheduler:
         """Close the tiers; twice is fine."""
         self._looks.close()
         self._start.close()
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the state as plain data; when nothing is under way every count but those of ``counts`` is 0."""
-        stack = self._stack
-        return {
-            "start": self._start.state.name.lower(),
-            "requests": len(self._requests),
-            "promised": len(self._loads.promised),
-            "loads": sorted(self._loads.jobs),
-            "stores": len(self._stores.jobs),
-            "kept_blocks": self._stores.kept.num_kept,
-            "counts": dict(self._counts),
-            "times": self._rule.snapshot(),
-            "tiers": stack.snapshot(self._clock()) if stack else {},
-        }
 
     def _entry(self, request: "Request") -> OffloadRequest:
         return self._requests.setdefault(request.request_id, OffloadRequest(request))

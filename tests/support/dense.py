@@ -35,6 +35,16 @@ class Content(StrEnum):
     """All of K in the first half of the memory and all of V in the second."""
 
 
+def dense_strides(layout: NamedLayout, sizes: Mapping[Axis, int]) -> dict[Axis, int]:
+    """Return the stride of each axis of a dense array, in the unit of the size of C."""
+    strides: dict[Axis, int] = {}
+    stride = 1
+    for axis in reversed(layout.order):
+        strides[axis] = stride
+        stride *= sizes[axis]
+    return strides
+
+
 def shard_for(
     *,
     layers: Sequence[str],
@@ -81,7 +91,7 @@ def shard_for(
     for together in [{name: width} for name, width in widths.items()] if content is Content.APART else [widths]:
         content_bytes = sum(together.values()) * itemsize
         sizes = {Axis.L: len(layers), Axis.B: num_blocks, Axis.H: len(heads), Axis.N: block_size, Axis.C: content_bytes}
-        strides = layout.strides(sizes)
+        strides = dense_strides(layout, sizes)
         places = _places(together, content, layout, itemsize, block_size, strides[Axis.N])
         for (name, width), (first_byte, token_stride, channel_stride) in zip(together.items(), places, strict=True):
             first = length + first_byte
