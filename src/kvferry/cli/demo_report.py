@@ -203,6 +203,8 @@ class DemoReport:
         )
         if self.mode == "concurrent":
             console.print("A wait begins when the decode engine has blocks, and may include the prefill.")
+        else:
+            console.print("A wait begins when the decode engine has blocks, and ends when it may use them.")
         console.print(f"Both caches were free {self.seconds_until_free:.2f} s after the last answer.")
         _print_problems(self.problems, console)
 
@@ -337,5 +339,6 @@ class OffloadReport:
             cells = (*(f"{count:,}" for count in counts), f"{line.seconds:.1f}")
             table.add_row(line.name, *cells, f"{line.identical} of {line.requests}")
         console.print(table)
+        console.print("Own cache: vLLM's. Host memory and disk: kvferry's tiers; after SIGKILL only the disk has blocks.")
         console.print(f"{self.blocks_on_disk} blocks were on disk when the engine was killed.", highlight=False)
         _print_problems(self.problems, console)

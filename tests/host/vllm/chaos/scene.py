@@ -33,7 +33,7 @@ RENEWED_SECONDS = RENEWED_LEASE_SECONDS + 5.0
 """The same where a decode engine had come for every prompt that was held."""
 NOBODY_CAME = "no decode engine came"
 ENDED = {
-    NOBODY_CAME: f"no decode engine came within {LEASE_SECONDS:g} s",
+    NOBODY_CAME: f"no decode engine came within the first lease (lease_seconds, {LEASE_SECONDS:g} s)",
     "not renewed": "the decode engine has not renewed",
     "too old": "the hold reached the greatest age",
 }

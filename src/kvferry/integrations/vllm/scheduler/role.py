@@ -473,7 +473,7 @@ class SchedulerRole:
         settings = self._state.settings
         match ending:
             case Ending.EXPIRED:
-                return f"no decode engine came within {settings.lease_seconds:g} s"
+                return f"no decode engine came within the first lease (lease_seconds, {settings.lease_seconds:g} s)"
             case Ending.ABANDONED:
                 seconds = self._state.holds.renewed_lease_seconds
                 return f"the decode engine has not renewed for {seconds:g} s: it has ended, or its steps do not end"
