@@ -339,6 +339,6 @@ class OffloadReport:
             cells = (*(f"{count:,}" for count in counts), f"{line.seconds:.1f}")
             table.add_row(line.name, *cells, f"{line.identical} of {line.requests}")
         console.print(table)
-        console.print("Own cache: vLLM's. Host memory and disk: kvferry's tiers; after SIGKILL only the disk has blocks.")
+        console.print("Own cache: vLLM's. Host memory, disk: kvferry's tiers; after SIGKILL only the disk has blocks.")
         console.print(f"{self.blocks_on_disk} blocks were on disk when the engine was killed.", highlight=False)
         _print_problems(self.problems, console)
