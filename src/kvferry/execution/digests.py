@@ -121,9 +121,9 @@ class CellGrid:
     holds a share of the tokens, or items of odd sizes.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from tests.support.dense import shard_for
-    >>> shard = shard_for(layers=["0", "1"], num_kv_heads=8, head_size=64, itemsize=2, block_size=32, num_blocks=10,
-    ...     layout=NamedLayout.LBHNC)
+    >>> from kvferry.models.groups import AttentionCache, RankMemory, form_groups, model_shard
+    >>> groups = form_groups(dict.fromkeys("01", AttentionCache(num_kv_heads=8, head_size=64, itemsize=2)))
+    >>> shard = model_shard(groups, frozenset("01"), RankMemory(layout=NamedLayout.LBHNC, block_size=32, num_blocks=10))
     >>> grid = CellGrid(shard.groups[0])
     >>> grid.num_tokens, grid.num_cells
     (16, 16)
@@ -344,10 +344,11 @@ class CellSums:
     """Sums cells of one part in one rank's memory.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from tests.support.dense import shard_for
+    >>> from kvferry.models.groups import AttentionCache, RankMemory, form_groups, model_shard
     >>> memory = np.arange(4096, dtype=np.uint8)
-    >>> shard = shard_for(layers=["0"], num_kv_heads=1, head_size=8, itemsize=2, block_size=16, num_blocks=8,
-    ...     layout=NamedLayout.LBHNC, base_address=memory.ctypes.data)
+    >>> groups = form_groups(dict.fromkeys("0", AttentionCache(num_kv_heads=1, head_size=8, itemsize=2)))
+    >>> place = dict(layout=NamedLayout.LBHNC, block_size=16, num_blocks=8, base_address=memory.ctypes.data)
+    >>> shard = model_shard(groups, frozenset("0"), RankMemory(**place))
     >>> grid = CellGrid(shard.groups[0])
     >>> sums = CellSums(CellMemory(shard, shard.groups[0].components[0], grid, grid.parts[0]))
     >>> before = sums.sums(np.array([0, 512]), np.array([16, 3]))

@@ -547,9 +547,9 @@ def encode_shard(shard: Shard) -> bytes:
     for one that :func:`decode_shard` refuses.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from tests.support.dense import shard_for
-    >>> shard = shard_for(layers=["0"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10,
-    ...     layout=NamedLayout.BHLNC)
+    >>> from kvferry.models.groups import AttentionCache, RankMemory, form_groups, model_shard
+    >>> groups = form_groups(dict.fromkeys("0", AttentionCache(num_kv_heads=2, head_size=64, itemsize=2)))
+    >>> shard = model_shard(groups, frozenset("0"), RankMemory(layout=NamedLayout.BHLNC, block_size=16, num_blocks=10))
     >>> decode_shard(encode_shard(shard)) == shard
     True
     """

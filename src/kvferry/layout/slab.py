@@ -38,10 +38,11 @@ def slab_shard(
     Raises :class:`LayoutError`: ``split-atom`` where a block of the slab would not be exactly one packed page of each
     head and layer, ``invalid-layout`` for groups that ``num_blocks`` does not count or whose ranks differ.
 
-    >>> from tests.support.dense import shard_for
+    >>> from kvferry.models.groups import AttentionCache, RankMemory, form_groups, model_shard
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> ranks = [shard_for(layers=["0", "1"], num_kv_heads=8, head_size=64, itemsize=2, block_size=16, num_blocks=10,
-    ...     layout=NamedLayout.LBNHC, tp_rank=rank, tp_size=2) for rank in range(2)]
+    >>> groups = form_groups(dict.fromkeys("01", AttentionCache(num_kv_heads=8, head_size=64, itemsize=2)))
+    >>> shape = dict(layout=NamedLayout.LBNHC, block_size=16, num_blocks=10, tp_size=2)
+    >>> ranks = [model_shard(groups, frozenset("01"), RankMemory(tp_rank=rank, **shape)) for rank in range(2)]
     >>> slab_shard(ranks, {"full": 100})
     rank tp 0/1 [cpu 0x0 + 6553600]
     full (attention, 100 blocks of 16 tokens, heads 0:8 of 8)

@@ -52,9 +52,9 @@ def block_copies(plan: PairPlan, requests: Sequence[GroupBlocks]) -> list[BlockC
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.slab import slab_shard
     >>> from kvferry.plan.planner import Planner
-    >>> from tests.support.dense import shard_for
-    >>> rank = shard_for(layers=["0", "1"], num_kv_heads=2, head_size=4, itemsize=2, block_size=4, num_blocks=9,
-    ...     layout=NamedLayout.LBHNC)
+    >>> from kvferry.models.groups import AttentionCache, RankMemory, form_groups, model_shard
+    >>> groups = form_groups(dict.fromkeys("01", AttentionCache(num_kv_heads=2, head_size=4, itemsize=2)))
+    >>> rank = model_shard(groups, frozenset("01"), RankMemory(layout=NamedLayout.LBHNC, block_size=4, num_blocks=9))
     >>> plan, = Planner([rank], slab_shard([rank], {"full": 5})).plans(0)
     >>> copies, = block_copies(plan, [GroupBlocks(group="full", first_token=0, last_token=8, source_block_ids=[7, 2],
     ...     destination_block_ids=[3, 4])])

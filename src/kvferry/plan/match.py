@@ -154,10 +154,11 @@ def choose_sources(sources: Sequence[Shard], destination: Shard, selector: int) 
     (``missing-source``).
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from tests.support.dense import shard_for
-    >>> def shard(tp_rank, tp_size):
-    ...     return shard_for(layers=["0"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10,
-    ...         layout=NamedLayout.BHLNC, tp_rank=tp_rank, tp_size=tp_size)
+    >>> from kvferry.models.groups import AttentionCache, RankMemory, form_groups, model_shard
+    >>> groups = form_groups(dict.fromkeys("0", AttentionCache(num_kv_heads=2, head_size=64, itemsize=2)))
+    >>> def shard(rank, size):
+    ...     memory = RankMemory(layout=NamedLayout.BHLNC, block_size=16, num_blocks=10, tp_rank=rank, tp_size=size)
+    ...     return model_shard(groups, frozenset("0"), memory)
     >>> replicated = [shard(rank, 4) for rank in range(4)]
     >>> [[a.source_index for a in choose_sources(replicated, shard(0, 1), selector)] for selector in (0, 1)]
     [[0, 2], [1, 3]]

@@ -440,11 +440,13 @@ class PairPlan:
     """The plan of one ``assignment`` from :func:`choose_sources`, for any request.
 
     >>> from kvferry.layout.named_layouts import NamedLayout
-    >>> from tests.support.dense import shard_for
+    >>> from kvferry.models.groups import AttentionCache, RankMemory, form_groups, model_shard
     >>> from kvferry.plan.match import choose_sources
-    >>> shape = dict(layers=["0", "1"], num_kv_heads=2, head_size=64, itemsize=2, block_size=16, num_blocks=10)
-    >>> prefill = [shard_for(layout=NamedLayout.BHLNC, tp_rank=rank, tp_size=2, **shape) for rank in range(2)]
-    >>> decode = shard_for(layout=NamedLayout.BHLNC, base_address=1 << 30, **shape)
+    >>> groups = form_groups(dict.fromkeys("01", AttentionCache(num_kv_heads=2, head_size=64, itemsize=2)))
+    >>> shape = dict(layout=NamedLayout.BHLNC, block_size=16, num_blocks=10)
+    >>> ranks = [RankMemory(tp_rank=rank, tp_size=2, **shape) for rank in range(2)]
+    >>> prefill = [model_shard(groups, frozenset("01"), rank) for rank in ranks]
+    >>> decode = model_shard(groups, frozenset("01"), RankMemory(base_address=1 << 30, **shape))
     >>> first, second = choose_sources(prefill, decode, selector=0)
     >>> plan = PairPlan(prefill[1], decode, second)
     >>> plan.lower([GroupBlocks(group="full", first_token=0, last_token=20, source_block_ids=[5, 4],

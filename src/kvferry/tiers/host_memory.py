@@ -126,11 +126,11 @@ class _Pool:
 class HostMemory:
     """The index of a slab.
 
-    >>> from tests.support.dense import shard_for
+    >>> from kvferry.models.groups import AttentionCache, RankMemory, form_groups, model_shard
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.slab import slab_shard
-    >>> rank = shard_for(layers=["0"], num_kv_heads=1, head_size=8, itemsize=2, block_size=16, num_blocks=10,
-    ...     layout=NamedLayout.LBNHC)
+    >>> groups = form_groups(dict.fromkeys("0", AttentionCache(num_kv_heads=1, head_size=8, itemsize=2)))
+    >>> rank = model_shard(groups, frozenset("0"), RankMemory(layout=NamedLayout.LBNHC, block_size=16, num_blocks=10))
     >>> host = HostMemory(slab_shard([rank], {"full": 2}, base_address=1 << 20))
     >>> a, b, c = (bytes(47) + name for name in (b"a", b"b", b"c"))
     >>> store = host.prepare_store("full", [a, b], num_parts=1)

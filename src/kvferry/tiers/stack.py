@@ -76,12 +76,12 @@ class Stack:
     A request's way: :meth:`locate`, :meth:`ask` until there is a promise, :meth:`begin_load`, :meth:`complete_load`;
     and :meth:`drop` wherever it leaves that way. A step's way: :meth:`prepare_store`, :meth:`land` for each part.
 
-    >>> from tests.support.dense import shard_for
+    >>> from kvferry.models.groups import AttentionCache, RankMemory, form_groups, model_shard
     >>> from kvferry.layout.named_layouts import NamedLayout
     >>> from kvferry.layout.slab import slab_shard
     >>> from kvferry.tiers.protocol import KEY_BYTES
-    >>> rank = shard_for(layers=["0"], num_kv_heads=1, head_size=8, itemsize=2, block_size=16, num_blocks=1,
-    ...     layout=NamedLayout.LBNHC)
+    >>> groups = form_groups(dict.fromkeys("0", AttentionCache(num_kv_heads=1, head_size=8, itemsize=2)))
+    >>> rank = model_shard(groups, frozenset("0"), RankMemory(layout=NamedLayout.LBNHC, block_size=16, num_blocks=1))
     >>> stack = Stack(HostMemory(slab_shard([rank], {"full": 8}, base_address=1 << 30)))
     >>> keys = [bytes([number] * KEY_BYTES) for number in (1, 2, 3)]
     >>> store = stack.prepare_store("full", keys[:2], num_parts=1)

@@ -410,14 +410,22 @@ def _check_reachable(settings: Settings) -> None:
     found = list[tuple[str, str]]()
     if is_wildcard(settings.reachable_host):
         name = "advertised_host" if settings.advertised_host else "host"
-        problem = f"{name} {settings.reachable_host!r} means every interface, which is no address that other engines "
-        remedy = 'Set "advertised_host" to the address or name at which they reach this machine.'
-        found.append((problem + "can connect to.", remedy))
+        found.append(
+            (
+                f"{name} {settings.reachable_host!r} means every interface, which is no address that other engines can "
+                "connect to.",
+                'Set "advertised_host" to the address or name at which they reach this machine.',
+            )
+        )
     if not (settings.keys or is_loopback(settings.host)):
-        problem = f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there "
-        remedy = "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
-        remedy += '"keys": "none" where nobody else reaches the network.'
-        found.append((problem + "could read, change and free caches.", remedy))
+        found.append(
+            (
+                f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there could"
+                " read, change and free caches.",
+                "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
+                '"keys": "none" where nobody else reaches the network.',
+            )
+        )
     if found:
         problems, remedies = zip(*found, strict=True)
         raise invalid_setting(" ".join(problems), " ".join(remedies))

@@ -499,8 +499,9 @@ def read_segment(directory: Directory, name: str) -> tuple[SegmentShape, list[Re
         try:
             descriptor = directory.open(path.name, os.O_RDONLY)
         except FileNotFoundError:
-            os.stat(cells_name(name), dir_fd=directory.descriptor, follow_symlinks=False)
-            message = f"{cells_name(name)} has no table that says which blocks it holds."
+            cells = directory.path / cells_name(name)
+            os.stat(cells.name, dir_fd=directory.descriptor, follow_symlinks=False)  # a removed segment has neither
+            message = f"{cells} has no table that says which blocks it holds."
             raise TierError(Reason.CHECKSUM_MISMATCH, message) from None
         try:
             found = os.fstat(descriptor)
