@@ -202,6 +202,10 @@ def test_a_value_of_another_type_is_told_in_a_users_words(settings: dict[str, An
         ({"transport": "cam", "transfer_log": "/none/log"}, ["no transport 'cam'", "transfer_log '/none/log'"]),
         ({"allowed_hosts": ["a/b", "c", "d:e"]}, ["allowed_hosts has 'a/b'", "allowed_hosts has 'd:e'"]),
         ({"rank_ports": "7-5", "router_address": "r:1"}, ["rank_ports '7-5'", "router_address and http_address go"]),
+        (
+            {"host": "0.0.0.0", "advertised_host": "http://a"},
+            ["advertised_host 'http://a' is no", "host '0.0.0.0' can"],
+        ),
         # What follows from a wrong setting is not told.
         ({"advertized_host": "a", "host": "0.0.0.0", "keys": "none"}, ["unknown setting 'advertized_host'"]),
         ({"keys": 1, "host": "192.0.2.2"}, ["keys: a whole number was given"]),

@@ -191,6 +191,22 @@ def test_the_plugin_refuses_its_connectors_where_a_function_is_gone(
     assert "[unsupported-version]" in caplog.text
 
 
+def test_an_engine_without_the_connectors_starts_where_vllm_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration may have no place for connectors, or one that kvferry cannot read, and its maker arguments."""
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    finished = list[tuple[Any, ...]]()
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    monkeypatch.setattr(VllmConfig, "__post_init__", lambda *given: finished.append(given))
+    plugin.refuse_connectors(SettingsError(Reason.UNSUPPORTED_VERSION, "this vLLM is unknown.", "Install another."))
+    listed = {"connectors": [{"another": "connector"}]}
+    unread = SimpleNamespace(kv_connector=SEVERAL, kv_connector_extra_config=listed)
+    for config in (SimpleNamespace(), SimpleNamespace(kv_transfer_config=unread)):
+        VllmConfig.__post_init__(config, 1)  # type: ignore[arg-type,call-arg]
+        assert finished.pop() == (config, 1)
+
+
 # What earlier versions have otherwise.
 
 

@@ -194,6 +194,12 @@ def drains(engine: EngineInProcess) -> EngineInProcess:
 
 Makes = Callable[[Pair], tuple[EngineInProcess, EngineInProcess]]
 IMPOSSIBLE: dict[str, tuple[Makes, str, str, str]] = {
+    "other weights": (
+        lambda pair: (pair.prefill(), differ(pair.decode(**of_identity(weights="others")), model="n")),
+        "model-mismatch",
+        "weights: prefill has 'weights', decode has 'others'",
+        "--model",
+    ),
     "weights replaced in place": (
         lambda pair: (pair.prefill(), pair.decode(weights_version="step 2")),
         "model-mismatch",

@@ -21,7 +21,7 @@ from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.execution.destination import Compares, SourceEngine, refuse_loopback
 from kvferry.execution.digests import Integrity
 from kvferry.handoff.handshake import Versions, agree, ask_directory, compare_engines, decode_shards
-from kvferry.handoff.messages import Directory, RankEntry
+from kvferry.handoff.messages import Directory, Identity, RankEntry
 from kvferry.handoff.wire.bootstrap import FAILURES, HttpAnswer, HttpRequest, exchange
 from kvferry.handoff.wire.client import within
 from kvferry.handoff.wire.trust import Keys, Trust, bare, in_url, is_loopback, is_numeric, look_up
@@ -404,7 +404,8 @@ def _planned(prefill: Side, decode: Side) -> tuple[list[KVFerryError], Route | N
         transport = transport_between(prefill.ranks, decode.ranks)
     except KVFerryError as error:
         refusals[error.reason, error.remedy] = error
-    if prefill.directory.identity.model != decode.directory.identity.model:
+    ours, theirs = prefill.directory.identity, decode.directory.identity
+    if ours.model != theirs.model and _sizes(ours) != _sizes(theirs):
         return list(refusals.values()), None  # of unequal models the identities tell
     for entry, shard in zip(decode.ranks, destinations, strict=True):
         compares = Compares(Integrity(entry.digests), is_required=decode.facts.requires_digests)
@@ -417,6 +418,10 @@ def _planned(prefill: Side, decode: Side) -> tuple[list[KVFerryError], Route | N
     except KVFerryError as error:
         refusals.setdefault((error.reason, error.remedy), error)
     return list(refusals.values()), None if refusals else _route(transport, sources, plans)
+
+
+def _sizes(identity: Identity) -> tuple[int, int, int]:
+    return identity.num_layers, identity.num_kv_heads, identity.head_size
 
 
 def transport_between(sources: Sequence[RankEntry], destinations: Sequence[RankEntry]) -> str:

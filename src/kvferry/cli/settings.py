@@ -95,7 +95,7 @@ def settings(
         ),
     ] = None,
     tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, help="With --check: the engine's ranks, which need ports.")
+        int, typer.Option(min=1, help="With --check: ranks (times pipeline stages), which need ports.")
     ] = 1,
     data_parallel_size: Annotated[
         int, typer.Option(min=1, help="With --check: engines on this machine, which need ports, folders and memory.")

@@ -543,7 +543,7 @@ def first_token_to_move(
 def sample_requests(sources: Sequence[Shard], destination: Shard) -> list[GroupBlocks]:
     """Return requests of up to ``SAMPLE_BLOCKS`` blocks of each group that the destination holds.
 
-    A route proves its plans with this sample before any request waits. Groups overlay each other in memory, so no two
+    A planner proves its plans with this sample before any request waits. Groups overlay each other in memory, so no two
     groups get the same block id. Ids descend. Raises :class:`PlanError`: ``group-mismatch`` where no source holds a
     group, ``unsupported`` for fewer blocks than groups.
     """

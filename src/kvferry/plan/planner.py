@@ -13,8 +13,7 @@ folds neighbouring loops in four cases; here a case must hold for source and des
 Afterwards no loop has count 1 and no neighbours can be folded. Every byte is copied from and to the same offset as
 before.
 
-*Spans* are layers that a write sends together, before the source has computed the rest of the model. A *route* is the
-plans of all sources of a destination, planned and proved once.
+*Spans* are layers that a write sends together, before the source has computed the rest of the model.
 """
 
 import hashlib

@@ -513,7 +513,7 @@ def check_directory(path: Path, capacity_bytes: int) -> str:
     if is_made:
         directory, lock = open_directory(path)
         os.close(lock)
-        with closing(directory):
+        with closing(directory), errors_of(path):
             used = sum(map(directory.occupied_bytes, directory.segment_names()))
     elif not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
         problem = f"{path} is not there, and cannot be made in {place} by user {os.geteuid()}."

@@ -51,17 +51,21 @@ def register() -> None:
 def refuse_connectors(error: KVFerryError) -> None:
     """Make vLLM raise this error where its configuration names a connector of kvferry's, and where it is asked for one.
 
-    What this vLLM does not have is left alone: then vLLM says that it does not know the connector.
+    This vLLM is unknown. What it does not have is left alone: then vLLM says that it does not know the connector. A
+    configuration that cannot be read is left to vLLM, since an engine without the connectors must start.
     """
 
     def refuse() -> NoReturn:
         raise SettingsError(error.reason, error.message, error.remedy)
 
     def refusing(finish: Any) -> Any:
-        def refuse_or_finish(config: "VllmConfig") -> None:
-            if any(each.name in CONNECTORS for each in connector_configs(config.kv_transfer_config)):
+        def refuse_or_finish(config: "VllmConfig", *given: Any, **named: Any) -> None:
+            found: list[str] = []
+            with suppress(Exception):
+                found = [each.name for each in connector_configs(config.kv_transfer_config)]
+            if not CONNECTORS.keys().isdisjoint(found):
                 refuse()
-            finish(config)
+            finish(config, *given, **named)
 
         return refuse_or_finish
 

@@ -312,7 +312,12 @@ def read_settings(extra_config: Mapping[str, Any]) -> Found[Settings]:
     found.note(["model_id"], _check_model_id)
     found.note(["rank_ports"], _check_rank_ports)
     found.note(["port", "bootstrap_port", "rank_ports"], _check_ports)
-    found.note(["host", "advertised_host", "keys"], _check_reachable)
+    num_errors = len(found.errors)
+    found.note(["host", "advertised_host"], _check_reachable)
+    found.note(["host", "keys"], _check_has_keys)
+    if len(of_host := found.errors[num_errors:]) > 1:
+        remedy = " ".join(each.remedy for each in of_host)
+        found.errors[num_errors:] = [invalid_setting(" ".join(each.message for each in of_host), remedy)]
     found.note(["allowed_hosts"], _check_allowed_hosts)
     found.note(["router_address", "http_address"], _check_router)
     return found
@@ -406,29 +411,23 @@ def _check_host(name: str, settings: Settings) -> None:
 
 
 def _check_reachable(settings: Settings) -> None:
-    """Refuse, in one error, an engine that others cannot connect to, and one that anybody can."""
-    found = list[tuple[str, str]]()
     if is_wildcard(settings.reachable_host):
         name = "advertised_host" if settings.advertised_host else "host"
-        found.append(
-            (
-                f"{name} {settings.reachable_host!r} means every interface, which is no address that other engines can "
-                "connect to.",
-                'Set "advertised_host" to the address or name at which they reach this machine.',
-            )
+        raise invalid_setting(
+            f"{name} {settings.reachable_host!r} means every interface, which is no address that other engines can "
+            "connect to.",
+            'Set "advertised_host" to the address or name at which they reach this machine.',
         )
+
+
+def _check_has_keys(settings: Settings) -> None:
     if not (settings.keys or is_loopback(settings.host)):
-        found.append(
-            (
-                f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there could"
-                " read, change and free caches.",
-                "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
-                '"keys": "none" where nobody else reaches the network.',
-            )
+        raise invalid_setting(
+            f"host {settings.host!r} can be reached from other machines, and there are no keys: anybody there could"
+            " read, change and free caches.",
+            "Run 'kvferry keys new FOLDER', copy the folder to all engines, and set \"keys\" to its path; or set "
+            '"keys": "none" where nobody else reaches the network.',
         )
-    if found:
-        problems, remedies = zip(*found, strict=True)
-        raise invalid_setting(" ".join(problems), " ".join(remedies))
 
 
 def _check_rank_ports(settings: Settings) -> None:

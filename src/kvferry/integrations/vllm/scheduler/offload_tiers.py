@@ -46,8 +46,8 @@ def check_settings(settings: OffloadSettings, facts: EngineFacts, data_parallel_
     """Raise when the engine is built, not some steps later, where a tier could not be opened.
 
     :class:`TierError`: tier-failed for too little memory or an unusable folder, tier-in-use for a folder with another
-    owner, invalid-setting or missing-dependency for a pool; :class:`SettingsError` for names that mean nothing to
-    another process.
+    owner, tier-full for one without room for its first blocks, invalid-setting or missing-dependency for a pool;
+    :class:`SettingsError` for names that mean nothing to another process.
     """
     check_memory(settings.host_bytes, settings.pool_bytes)
     if facts.private is not None and (settings.disk_path or settings.pool_master):
