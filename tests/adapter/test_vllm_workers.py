@@ -19,11 +19,13 @@ pytest.importorskip("vllm")
 from vllm.logging_utils.dump_input import prepare_object_to_dump
 from vllm.v1.worker import kv_connector_model_runner_mixin
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+from vllm.v1.worker.worker_base import WorkerBase
 
 from kvferry.cli.timeline_jobs import Wanted, find
 from kvferry.cli.transfer_records import open_logs
 from kvferry.errors import HandoffError, Reason, TransportError
 from kvferry.execution import destination, digests, executor, peers
+from kvferry.execution.device import HostOrder
 from kvferry.execution.executor import JobResult
 from kvferry.handoff.handshake import NO_ADAPTER, Adapter
 from kvferry.handoff.holds import is_of_hold, transfer_of
@@ -537,24 +539,54 @@ def test_the_transfer_thread_runs_on_the_cores_that_do_not_compute_and_reports_t
     role.shutdown()
 
 
-def test_a_rank_that_computes_nothing_lends_its_cores_to_the_transfer_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_lends_its_cores_to_the_transfer_thread_but_while_its_runner_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     every = os.sched_getaffinity(0)
-    free = {min(every)}
-    cores = {"cores_that_do_not_compute": free, "cores_that_compute": every - free}
-    role = make_worker_role(monkeypatch, Settings(transport="cma"), Rank(0, 1).shard, **cores)
-    thread = role._rank.executor
+    cores = {"cores_that_do_not_compute": {min(every)}, "cores_that_compute": every - {min(every)}}
+    engine = ComputingEngine(monkeypatch, **cores)
+    executor = engine.role._rank.executor
+    assert executor._all_cores == every
+    computes = {"forward": True, "sample": True, "dummy": True, "empty": False}
+    assert engine.run() == computes
+    assert not executor._num_computing
+    engine.role.shutdown()
 
-    def used() -> set[int]:
-        thread.wake()
-        return os.sched_getaffinity(thread._thread.native_id)
 
-    role.take_finished()
-    wait_until(lambda: used() == every)
-    role.begin_step(StepMetadata())
-    wait_until(lambda: used() == free)
-    role.take_finished()
-    wait_until(lambda: used() == every)
-    role.shutdown()
+def test_a_rank_that_computes_on_a_device_leaves_cores_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL binds threads of its own: they would send the transfer thread to the socket far from the device."""
+    cores = {"cores_that_do_not_compute": {0}, "cores_that_compute": {1}}
+    order = HostOrder()
+    order.is_immediate = False
+    monkeypatch.setattr("kvferry.integrations.vllm.worker.role.WorkerRole._try", lambda *_: None)
+    engine = ComputingEngine(monkeypatch, device_order=order, **cores)
+    executor = engine.role._rank.executor
+    assert os.sched_getaffinity(executor._thread.native_id) == os.sched_getaffinity(0)
+    assert set(engine.run().values()) == {False}
+    engine.role.shutdown()
+
+
+class ComputingEngine(WorkerBase):
+    """A rank of vLLM's with a runner that notes whether the transfer thread takes it for computing."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, **replaced: Any) -> None:
+        self.model_runner: Any = SimpleNamespace(
+            execute_model=lambda output: self._note("forward" if output.total_num_scheduled_tokens else "empty"),
+            sample_tokens=lambda grammar: self._note("sample"),
+            _dummy_run=lambda num_tokens: self._note("dummy"),
+        )
+        self._found: dict[str, bool] = {}
+        self.role = make_worker_role(patch, Settings(transport="cma"), Rank(0, 1).shard, **replaced)
+
+    def _note(self, what: str) -> None:
+        self._found[what] = self.role._rank.executor._num_computing > 0
+
+    def run(self) -> dict[str, bool]:
+        for num_tokens in (0, 3):
+            self.model_runner.execute_model(SimpleNamespace(total_num_scheduled_tokens=num_tokens))
+        self.model_runner.sample_tokens(None)
+        self.model_runner._dummy_run(1)
+        return self._found
 
 
 def test_a_rank_that_is_written_to_connects_to_no_source(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,3 +83,15 @@ def test_other_threads_use_the_cores_that_the_calling_thread_has_now(threads: Co
             assert threads.run([lambda: os.sched_getaffinity(0)] * 3) == [cores] * 3
     finally:
         os.sched_setaffinity(0, every)
+
+
+def test_threads_copy_where_the_kernel_refuses_their_cores(
+    threads: CopyThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's set of cores may change between two calls; the bytes must move all the same."""
+
+    def refuse(pid: int, cores: set[int]) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("os.sched_setaffinity", refuse)
+    assert threads.run([lambda: "one", lambda: "two"]) == ["one", "two"]

@@ -518,26 +518,56 @@ def test_the_thread_runs_on_the_cores_it_was_given() -> None:
 
 
 def test_the_cores_that_compute_copy_too_while_the_engine_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only while something moves: a job that waits for a peer takes no core."""
     core, *others = sorted(os.sched_getaffinity(0))
     executor = Executor(cores=[core], compute_cores=others)
+
+    class Waiting:
+        """A job of this phase, whatever is asked of it."""
+
+        job_id, error, given_up_at = "r", None, None
+        is_for_log = can_wait = fills_blocks = False
+        phase = Phase.PREPARING
+
+        def advance(self, now: float) -> bool:
+            return False
+
+        def is_ending(self, now: float) -> bool:
+            return False
+
+        def cancel(self, error: KVFerryError) -> None:
+            self.phase = Phase.DONE
+
+        def result(self, finished_at: float) -> JobResult:
+            return JobResult("r", None)
+
+    job = Waiting()
 
     def use(cores: set[int]) -> None:
         executor.wake()
         wait_until(lambda: not executor._orders and os.sched_getaffinity(executor._thread.native_id or 0) == cores)
 
+    def stay_on(cores: set[int]) -> None:
+        time.sleep(0.05)
+        use(cores)
+
     try:
         use({core})
-        executor.end_step()
-        time.sleep(executor_module.IDLE_SECONDS)
+        executor.submit(job)
+        stay_on({core})
+        job.phase = Phase.MOVING
         use({core, *others})
-        executor.begin_step()
-        use({core})
+        with executor.computing():
+            use({core})
+            with executor.computing():
+                stay_on({core})
+            stay_on({core})
+        use({core, *others})
         # The next step is likely to follow at once.
         monkeypatch.setattr(executor_module, "IDLE_SECONDS", 60.0)
-        executor.end_step()
-        executor.wake()
-        time.sleep(0.05)
-        use({core})
+        with executor.computing():
+            use({core})
+        stay_on({core})
     finally:
         executor.close()
 

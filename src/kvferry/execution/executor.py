@@ -2,15 +2,14 @@
 
 import ctypes
 import logging
-import math
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -35,8 +34,7 @@ SWITCH_SECONDS = 0.0005
 through four such threads, and with Python's 5 ms each of them waits for so long beside a step."""
 _PR_SET_TIMERSLACK = 29
 IDLE_SECONDS = 0.005
-"""How long an engine has computed nothing before its compute cores copy, too: sampling follows a step, steps follow
-each other."""
+"""How long an engine has computed nothing before its compute cores copy, too: steps follow each other."""
 QUIET_SECONDS = 10.0
 """How long the transfers of a job that was given up may take to end before the job is reported."""
 MAX_REPORTS = 4096
@@ -163,9 +161,9 @@ class Executor:
 
     The engine's thread submits and collects; neither call blocks. Only the executor's thread uses the transports of
     the jobs. Whenever the set of jobs changes that were given up :data:`QUIET_SECONDS` ago and whose transfers have not
-    ended, the thread calls ``report_still_writing`` with their ids. The thread may run on ``cores``, and on
-    ``compute_cores`` while the engine computes nothing, from :meth:`end_step` to :meth:`begin_step`. Raises
-    :class:`SettingsError` (invalid-setting) where the thread cannot run on ``cores``.
+    ended, the thread calls ``report_still_writing`` with their ids. The thread may run on ``cores`` (none: on
+    those of its parent), and on ``compute_cores`` while transfers move and the engine computes nothing
+    (:meth:`computing`). Raises :class:`SettingsError` (invalid-setting) where the thread cannot run on ``cores``.
 
     All threads of the process switch within :data:`SWITCH_SECONDS` from now on.
     """
@@ -182,7 +180,8 @@ class Executor:
         self._cores = set(cores)
         self._all_cores = self._cores | set(compute_cores)
         self._used_cores = self._cores
-        self._idle_at = math.inf
+        self._num_computing = 0
+        self._idle_at = 0.0
         # Jobs and changes share one queue, so that a cancellation never overtakes its job.
         self._orders: Inbox[Job | Change | None] = Inbox()
         self._results: Inbox[JobResult] = Inbox()
@@ -221,13 +220,15 @@ class Executor:
         """Advance the jobs at once: an event has come that a job may wait for."""
         self._orders.put(None)
 
-    def begin_step(self) -> None:
-        """The engine is about to compute."""
-        self._idle_at = math.inf
-
-    def end_step(self) -> None:
-        """The engine has launched all that it computes for now."""
-        self._idle_at = time.monotonic() + IDLE_SECONDS
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The engine computes within this context, on its compute cores. Contexts may be nested, on one thread."""
+        self._num_computing += 1
+        try:
+            yield
+        finally:
+            self._idle_at = time.monotonic() + IDLE_SECONDS
+            self._num_computing -= 1
 
     def collect(self, wait_seconds: float = 0.0) -> list[JobResult]:
         """Return the results since the last call; where there is none, wait at most ``wait_seconds`` for the first."""
@@ -282,18 +283,22 @@ class Executor:
             self._moved_at = time.monotonic()
 
     def _choose_cores(self) -> None:
-        cores = self._all_cores if time.monotonic() >= self._idle_at else self._cores
+        """Take the compute cores to copy, and only where they are idle; a job that waits needs none."""
+        if self._all_cores == self._cores:
+            return
+        is_idle = not self._num_computing and time.monotonic() >= self._idle_at
+        cores = self._all_cores if is_idle and self._is_moving() else self._cores
         if cores != self._used_cores:
             self._used_cores = cores
             with suppress(OSError):  # a container's set of cores may have changed since the start
                 os.sched_setaffinity(0, cores)
 
+    def _is_moving(self) -> bool:
+        return any(job.phase is not Phase.PREPARING and job.job_id not in self._still_writing for job in self._active)
+
     def _wait(self) -> None:
         """Sleep ever longer, but for less long where transfers run, or until an order comes."""
-        is_moving = any(
-            job.phase is not Phase.PREPARING and job.job_id not in self._still_writing for job in self._active
-        )
-        seconds = seconds_until_next_look(time.monotonic() - self._moved_at, is_moving=is_moving)
+        seconds = seconds_until_next_look(time.monotonic() - self._moved_at, is_moving=self._is_moving())
         if self._orders.wait(seconds):
             self._moved_at = time.monotonic()
 

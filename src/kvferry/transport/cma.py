@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -112,7 +113,8 @@ class CopyThreads:
 
 
 def _on(cores: set[int], call: Callable[[], Result]) -> Result:
-    os.sched_setaffinity(0, cores)
+    with suppress(OSError):  # a container's set of cores may have changed: the call copies wherever it may
+        os.sched_setaffinity(0, cores)
     return call()
 
 

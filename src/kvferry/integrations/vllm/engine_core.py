@@ -37,7 +37,7 @@ class Engine:
     def __init__(self) -> None:
         from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-        self._core = _on_the_stack(EngineCore)
+        self._core = on_the_stack(EngineCore)
         self.can_wake = isinstance(self._core, EngineCoreProc)
         """Whether the core sleeps in a process of its own, and :meth:`wake` ends its sleep."""
 
@@ -137,7 +137,8 @@ class Engine:
                 scheduler.failed_recving_kv_req_ids.add(request_id)
 
 
-def _on_the_stack(kind: type) -> Any:
+def on_the_stack(kind: type) -> Any:
+    """Return the nearest caller that is a method's object of this class; None without one."""
     frame = sys._getframe()
     while frame is not None:
         if isinstance(found := frame.f_locals.get("self"), kind):

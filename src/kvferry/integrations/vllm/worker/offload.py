@@ -77,7 +77,7 @@ class OffloadWorker:
         parts = self._vllm_config, self._kv_cache_config, kv_caches, self._tp_rank, self._pp_rank
         self._shard = shard = register_caches(*parts)
         self._order = order = device_order(region.device for region in shard.regions)
-        self._executor = executor = Executor(cores_that_do_not_compute(), order)
+        self._executor = executor = Executor(cores_that_do_not_compute() if order.is_immediate else (), order)
         if not order.is_immediate:
             self._buffer = take_buffer(order)
             layout = resolved_layout(self._vllm_config)

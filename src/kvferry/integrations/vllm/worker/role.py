@@ -52,6 +52,7 @@ from kvferry.integrations.vllm.step import (
 )
 from kvferry.integrations.vllm.translate import group_shapes, resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
+from kvferry.integrations.vllm.worker.computing import watch_computing
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
 from kvferry.layout.shard import CacheKind, Shard, encode_shard
 from kvferry.peer_log import PeerLog
@@ -296,12 +297,7 @@ class WorkerRole:
             identity=identity,
             end_points=end_points,
             transports=self._transports,
-            executor=Executor(
-                cores_that_do_not_compute(),
-                self._order,
-                self._report_still_writing,
-                compute_cores=cores_that_compute(),
-            ),
+            executor=self._start_executor(),
             order=self._order,
             source_engines=SourceEngines(
                 shard,
@@ -313,6 +309,15 @@ class WorkerRole:
             ),
             client=Client(self._trust),
         )
+
+    def _start_executor(self) -> Executor:
+        """Start the transfer thread: on a CPU off the cores that compute, and on these, too, while they are idle."""
+        if not self._order.is_immediate:
+            return Executor((), self._order, self._report_still_writing)
+        cores, compute_cores = cores_that_do_not_compute(), cores_that_compute()
+        executor = Executor(cores, self._order, self._report_still_writing, compute_cores)
+        watch_computing(executor.computing)
+        return executor
 
     def _try(self, side: Side, kv_caches: Mapping[str, torch.Tensor], computed: Integrity) -> None:
         """Write labelled blocks out of the cache and back. Raises :class:`TransportError` (trial-failed)."""
@@ -348,7 +353,6 @@ class WorkerRole:
         self._engine = orders.engine
         if self._rank is None or self._source is None or self._destination is None:
             return
-        self._rank.executor.begin_step()
         for rank, request_id in orders.quarantined:
             if rank == self._index:
                 self._rank.executor.quarantine(request_id)
@@ -399,8 +403,6 @@ class WorkerRole:
             (self._failed_turns if order.is_optional else failed).add(order.request_id)
         self._refused.clear()
         seconds = wait_seconds if wait_seconds and not received and self._orders else 0.0
-        if self._rank is not None:
-            self._rank.executor.end_step()
         for result in self._rank.executor.collect(seconds) if self._rank is not None else ():
             if result.job_id not in self._orders:
                 # A write of this rank, which has reported it to the destination.
