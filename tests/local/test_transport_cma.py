@@ -196,6 +196,20 @@ def test_one_poll_makes_as_many_calls_as_its_share_needs(pair: Pair, monkeypatch
     check_same_again(pair, descriptors)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_poll_ends_after_its_bytes_so_that_a_step_soon_has_its_cores_back(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    monkeypatch.setattr(CopyThreads, "num_usable", num_threads)
+    monkeypatch.setattr(cma, "MIN_BYTES_PER_THREAD", 1 << 10)
+    monkeypatch.setattr(cma, "MAX_BYTES_PER_POLL", BYTES // 4)
+    transfer = pair.submit(Direction.WRITE, np.array([[0, 0, BYTES]], np.uint64))
+    for quarter in range(1, 4):
+        assert pair.transport.poll(transfer) is Status.PENDING
+        assert transfer.bytes_done == quarter * BYTES // 4
+    assert pair.transport.poll(transfer) is Status.DONE
+
+
 def test_an_error_on_another_thread_is_explained(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of an error belongs to the thread that made the call."""
     monkeypatch.setattr(CopyThreads, "num_usable", 2)
