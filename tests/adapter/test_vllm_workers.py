@@ -423,6 +423,24 @@ def test_a_prompt_that_earlier_steps_have_computed_is_written(holding: Workers) 
     assert arrived(holding)
 
 
+def test_no_step_of_either_engine_lies_between_an_announcement_and_its_commit(
+    holding: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dynamo#13327: two steps and a round trip more for each prompt. The loading engine's next step finds all done."""
+    holding.compute(END)
+    holding.announce()
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a step")
+
+    with monkeypatch.context() as patch:
+        for name in ("void_transfers", "begin_step", "end_loads", "finish_step", "take_finished"):
+            patch.setattr(worker_role.WorkerRole, name, refuse)
+        wait_until(lambda: len(holding.receiver._rank.executor._results))
+        assert arrived(holding)
+    assert holding.receiver.take_finished() == ({"r"}, set())
+
+
 @pytest.mark.parametrize("call", ["void_transfers", "begin_step"])
 def test_a_step_that_ends_a_hold_ends_its_writes_before_vllm_clears_new_blocks(call: str, holding: Workers) -> None:
     """Blocks of a hold that yields are among them: vLLM calls ``handle_preemptions`` first."""
