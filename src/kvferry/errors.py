@@ -225,6 +225,16 @@ class KVFerryError(Exception):
         return " ".join(part for part in (self.message, self.remedy, f"[{self.reason}]") if part)
 
 
+def open_port(ports: str | int, host: str) -> str:
+    """Return what to do where a firewall may lie between an engine and a TCP port, or several ports, of a host.
+
+    >>> open_port(5700, "decode-0"), open_port("23700-23799", "10.0.0.2").partition(" to ")[0]
+    ('Open TCP port 5700 of decode-0 to the other engine in the firewalls.', 'Open TCP ports 23700-23799 of 10.0.0.2')
+    """
+    noun = "port" if str(ports).isdecimal() else "ports"
+    return f"Open TCP {noun} {ports} of {host} to the other engine in the firewalls."
+
+
 class LayoutError(KVFerryError, ValueError):
     """A layout, shard or shape that cannot exist."""
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind
 from kvferry.models.families import alike
 from kvferry.models.groups import AttentionCache
+from kvferry.transport.nixl import NixlEndPoint, TcpPorts
 from kvferry.transport.protocol import own_identity
 
 from ..support.dense import shard_for
@@ -357,6 +359,27 @@ def test_the_port_of_a_rank_that_takes_no_connection_is_named(pair: Pair, monkey
     code, found = pair.report(prefill, pair.decode(), "--no-prompt")
     assert code == check.WORKS
     assert str(port) in found["notes"][0]
+
+
+@pytest.mark.parametrize(("num_open", "has_rdma"), [(0, False), (0, True), (1, False)])
+def test_the_port_of_the_data_that_takes_no_connection_is_named(
+    num_open: int, has_rdma: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a rank's interfaces that the prefill engine reaches will do, and RDMA needs no port."""
+    monkeypatch.setattr(check_pair, "rdma_devices", lambda: ["mlx5_0:1"] * has_rdma)
+    port = free_port()
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        places = [("127.0.0.1", port), *[listening.getsockname()][:num_open]]
+        ports = TcpPorts(tuple(places), "23700-23799")
+        nixl = NixlEndPoint("nixl", 1, "decode", b"metadata", [], 4096, bytes(16), tcp_ports=ports)
+        over_nixl = {"end_points": {"nixl": msgspec.msgpack.encode(nixl)}}
+        engines = pair.prefill(entry={"end_points": {"nixl": b""}}), pair.decode(entry=over_nixl)
+        code, found = pair.report(*engines, "--no-prompt")
+    assert code == (check.WORKS if num_open or has_rdma else check.CANNOT_WORK)
+    told = [f"{each['message']} {each['remedy']}" for each in found["problems"]] + found["notes"]
+    told = [text for text in told if f"127.0.0.1:{port}, and this machine gets no connection" in text]
+    assert len(told) == 1 - num_open
+    assert all("Open TCP ports 23700-23799 of 127.0.0.1 (UCX_TCP_PORT_RANGE there)" in text for text in told)
 
 
 def test_ports_are_not_tried_for_ever(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

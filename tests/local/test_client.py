@@ -131,7 +131,8 @@ def test_a_message_is_logged_where_it_is_not_acknowledged(
     server.close()
     assert caplog.messages == [
         f"kvferry: a release to {HOST}:{server.port} was not acknowledged: another epoch. Restart it.",
-        f"kvferry: a release to {HOST}:{silent.port} was not acknowledged: no answer",
+        f"kvferry: a release to {HOST}:{silent.port} was not acknowledged: no answer. "
+        f"Open TCP port {silent.port} of {HOST} to the other engine in the firewalls.",
     ]
 
 

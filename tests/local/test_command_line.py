@@ -205,6 +205,18 @@ def test_doctor_names_the_address_where_prefill_engines_look_for_decode_ranks(
     assert ('"rank_ports"' in finding.advice) is (addresses == ["127.0.1.1"])
 
 
+@pytest.mark.parametrize("ports", ["23700-23799", ""])
+def test_doctor_says_which_ports_other_hosts_must_reach(ports: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TCP_PORT_RANGE", ports)
+    (finding,) = doctor.check_other_hosts()
+    assert (finding.name, finding.health) == ("other hosts", Health.OK)
+    assert ("TCP 23700-23799" in finding.found) is bool(ports)
+    assert ("any free TCP port" in finding.found) is not bool(ports)
+    for named in ("rank_ports", "UCX_TCP_PORT_RANGE"):
+        assert named in f"{finding.found} {finding.advice}"
+    assert doctor.check_other_hosts in doctor.CHECKS.values()
+
+
 def test_version() -> None:
     result = run("--version")
     assert result.returncode == 0

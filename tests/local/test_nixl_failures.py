@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvferry.errors import Reason
+from kvferry.errors import Reason, TransportError
 from kvferry.layout.shard import Region
 from kvferry.transport import nixl
-from kvferry.transport.nixl import NixlTransport
+from kvferry.transport.nixl import NixlTransport, TcpPorts
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, reach
 
 from ..device_memory import standin_nixl
@@ -144,3 +144,39 @@ def test_a_write_that_ended_while_its_transport_was_closed_may_land_only_where_i
     assert ends.transport.poll(transfer) is Status.FAILED
     assert transfer.error is not None
     assert (transfer.error.reason, transfer.may_land) == (Reason.CLOSED, fails)
+
+
+@pytest.mark.parametrize(
+    ("places", "port_range", "told"),
+    [
+        ([("10.0.0.2", 23712)], "23700-23799", "Open TCP ports 23700-23799 of 10.0.0.2 "),
+        ([("10.0.0.2", 43712)], "", "Open TCP port 43712 of 10.0.0.2 "),
+        ([("10.0.0.2", 5), ("fd00::1", 6)], "", "Open TCP ports 5 of 10.0.0.2, 6 of fd00::1 "),
+        ([], "", ""),
+    ],
+)
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_connection_that_fails_names_the_ports_of_the_peer(
+    is_dropped: bool,
+    places: list[tuple[str, int]],
+    port_range: str,
+    told: str,
+    ends: Ends,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether a firewall drops packets, and no answer comes, or ends a connection."""
+    variables = {"UCX_TCP_PORT_RANGE": port_range} if port_range else {}
+    ends.other._tcp_ports = TcpPorts.of(places, variables)
+    end_point = ends.other.register([])
+    monkeypatch.setattr(nixl, "CONNECT_SECONDS", 0.1)
+    for name in ("postXferReq", "getXferStatus"):
+        monkeypatch.setattr(nixlAgent, name, (lambda *_: standin_nixl.NIXL_IN_PROG) if is_dropped else disconnect)
+    for _ in range(2):  # the second meets a connection that waits
+        try:
+            error = ends.ended(ends.transport.connect(end_point)).error
+        except TransportError as raised:
+            error = raised
+        assert error is not None
+        assert error.reason is (Reason.PEER_UNREACHABLE if is_dropped else Reason.PEER_DIED)
+        assert (told in error.remedy, "Open TCP" in error.remedy) == (True, bool(told))
+        assert all(address in error.message and f":{port}" in error.message for address, port in places)

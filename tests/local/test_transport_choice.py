@@ -1,9 +1,11 @@
 """The registry: names, ``auto``, the choice between transports, probes, injected faults, traces."""
 
 import logging
+import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from kvferry.layout.shard import Region
 from kvferry.transport.cma import CmaTransport
 from kvferry.transport.probe import probe, probe_all
 from kvferry.transport.protocol import Direction, Peer, Status, Transfer, Transport, reach
-from kvferry.transport.registry import AUTO, TransportSet, open_transports
+from kvferry.transport.registry import AUTO, FACTORIES, TransportSet, open_transports
 
 from ..support.faults import FaultPlan, FaultyTransport, SwapRanges, ZeroRange
 from ..support.null_transport import NullTransport
@@ -166,6 +168,38 @@ def test_probes_say_what_works() -> None:
         ("cma", True, ""),
         ("nixl", True, ""),
     ]
+
+
+def test_a_probe_writes_as_a_handoff_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted: list[Direction] = []
+    submit = CmaTransport.submit
+
+    def record(transport: CmaTransport, peer: Peer, direction: Direction, descriptors: Descriptors) -> Transfer:
+        submitted.append(direction)
+        return submit(transport, peer, direction, descriptors)
+
+    monkeypatch.setattr(CmaTransport, "submit", record)
+    assert probe("cma", FACTORIES["cma"]).works
+    assert submitted == [Direction.WRITE]
+
+
+def test_a_probe_whose_child_ends_in_the_middle_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.transport.probe._write_pattern", lambda *_: time.sleep(0.5))
+    result = probe("cma", "tests.local.test_transport_choice:EndsAtOnce")
+    assert not result.works
+    assert "ends here" in result.reason
+
+
+class EndsAtOnce(CmaTransport):
+    """Ends the probe's child once it has told its end point."""
+
+    def register(self, regions: Sequence[Region]) -> bytes:
+        threading.Timer(0.2, self._end).start()
+        return super().register(regions)
+
+    def _end(self) -> None:
+        print("ends here", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def test_a_probe_says_why_not() -> None:

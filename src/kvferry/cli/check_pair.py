@@ -17,7 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 import msgspec
 
 from kvferry.cli.plan_report import Blocks, GroupSizes, requests_for
-from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
 from kvferry.execution.destination import Compares, SourceEngine, refuse_loopback
 from kvferry.execution.digests import Integrity
 from kvferry.handoff.handshake import Versions, agree, ask_directory, compare_engines, decode_shards
@@ -40,8 +40,9 @@ from kvferry.peer_log import printable
 from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import PairPlan
 from kvferry.transport.cma import check_same_host
-from kvferry.transport.network import interface_of
-from kvferry.transport.protocol import is_on_this_host
+from kvferry.transport.network import interface_of, rdma_devices
+from kvferry.transport.nixl import NixlEndPoint
+from kvferry.transport.protocol import decode_end_point, is_on_this_host
 from kvferry.transport.registry import in_common, nothing_in_common
 
 PROMPT_TOKENS = 10_000
@@ -289,7 +290,8 @@ def judge(prefill: Side, decode: Side, seconds: float = 120.0) -> Verdict:
     for refusal in errors:
         if refusal.message not in known:
             verdict.problems.append(Problem(refusal, options_named(refusal, prefill.facts, decode.facts)))
-    for closed, is_certain in _closed_ports(prefill, decode, seconds):
+    over = "" if verdict.route is None else verdict.route.transport
+    for closed, is_certain in _closed_ports(prefill, decode, seconds, over):
         if is_certain:
             verdict.problems.append(Problem(closed))
         else:
@@ -494,44 +496,72 @@ def _route(transport: str, sources: Sequence[Shard], plans: Sequence[tuple[Shard
     return Route(transport, tokens, num_bytes, counts[Blocks.SCATTERED], counts[Blocks.CONTIGUOUS], num_pairs)
 
 
-def _closed_ports(prefill: Side, decode: Side, seconds: float) -> Iterator[tuple[HandoffError, bool]]:
-    """Yield the ports of ranks that take no connection of this process, and those that it does not try.
+def _closed_ports(prefill: Side, decode: Side, seconds: float, over: str) -> Iterator[tuple[HandoffError, bool]]:
+    """Yield the ports of ranks, and of NIXL at decode ranks that are written to ``over`` it, that take no connection of
+    this process, and those that it does not try.
 
     It is certain that the other engine gets none where that engine runs on this host; elsewhere a firewall may tell the
     two apart. No connection begins after ``seconds``.
     """
     until, num_untried = time.monotonic() + seconds, 0
     for side, other in ((prefill, decode), (decode, prefill)):
-        places = {(rank.answers_at.host, rank.answers_at.port): None for rank in side.ranks}
+        answers = {(rank.answers_at.host, rank.answers_at.port): None for rank in side.ranks}
         if side is prefill:
-            places |= {(side.facts.reachable_host, port): None for port in side.facts.ports}
-        for host, port in places:
-            if is_loopback(host) and not side.is_on_this_host:
+            answers |= {(side.facts.reachable_host, port): None for port in side.facts.ports}
+        told = 'Open TCP port {1} of {0} to the {2}, or set "advertised_host".'
+        ways = [([place], told.format(*place, other.server.name), other.is_on_this_host) for place in answers]
+        if side is decode and "nixl" in over:
+            ways += _ways_of_data(prefill, decode)
+        for listed, remedy, is_certain in ways:
+            places = [place for place in listed if side.is_on_this_host or not is_loopback(place[0])]
+            if not places:
                 continue
             if time.monotonic() >= until:
                 num_untried += 1
                 continue
             try:
-                num_untried += not connects_to(_addresses_to_try(side, host, port), port, until)
+                num_untried += not _one_connects(side, places, until)
             except (OSError, KVFerryError) as error:
+                where = " and ".join(f"{in_url(host)}:{port}" for host, port in places)
                 if isinstance(error, KVFerryError) and error.reason is Reason.PERMISSION_DENIED:
-                    what = f"port {port} of {host}, where the {side.server.name} says that it answers, was not tried: "
-                    what += "without keys this command connects to this machine and to the hosts of the URLs."
+                    what = f"{where}, where the {side.server.name} says that it listens, was not tried: without keys "
+                    what += "this command connects to this machine and to the hosts of the URLs."
                     yield HandoffError(Reason.PERMISSION_DENIED, what, "Run it with --keys."), False
                     continue
-                where = f"{in_url(host)}:{port}"
                 yield (
                     HandoffError(
                         Reason.PEER_UNREACHABLE,
-                        f"the {side.server.name} answers the {other.server.name} at {where}, and this machine gets no "
-                        f"connection there: {error.message if isinstance(error, KVFerryError) else error}.",
-                        f'Open TCP port {port} of {host} to the {other.server.name}, or set "advertised_host".',
+                        f"the {other.server.name} must reach the {side.server.name} at {where}, and this machine gets "
+                        f"no connection there: {error.message if isinstance(error, KVFerryError) else error}.",
+                        remedy,
                     ),
-                    other.is_on_this_host,
+                    is_certain,
                 )
     if num_untried:
         what = f"{num_untried} ports of ranks were not tried: {seconds:g} s were over."
         yield HandoffError(Reason.DEADLINE_EXCEEDED, what, "Raise --timeout."), False
+
+
+def _ways_of_data(prefill: Side, decode: Side) -> Iterator[tuple[list[tuple[str, int]], str, bool]]:
+    """Yield for each decode rank where its NIXL listens, one of which will do, what to open, and whether data has no
+    other way: it may have one over RDMA.
+    """
+    is_certain = prefill.is_on_this_host and not rdma_devices()
+    for rank in decode.ranks:
+        with suppress(TransportError):  # malformed, which the prefill engine says
+            ports = decode_end_point(rank.end_points.get("nixl", b""), NixlEndPoint, "nixl").tcp_ports
+            yield list(ports.places), ports.remedy(), is_certain
+
+
+def _one_connects(side: Side, places: Sequence[tuple[str, int]], until: float) -> bool:
+    """Connect to one of these places, as :func:`connects_to`."""
+    refused: OSError | KVFerryError | None = None
+    for host, port in places:
+        try:
+            return connects_to(_addresses_to_try(side, host, port), port, until)
+        except (OSError, KVFerryError) as error:
+            refused = error
+    raise refused or OSError("there is no place")
 
 
 def _addresses_to_try(side: Side, host: str, port: int) -> list[str]:

@@ -253,6 +253,21 @@ def check_addresses() -> Iterator[Finding]:
     yield _judge("address", is_reached, f"{name}: {', '.join(found)}", advice)
 
 
+def check_other_hosts() -> Iterator[Finding]:
+    """Say which ports of an engine here other hosts must reach. NIXL's are those of this process's environment."""
+    from kvferry.transport.nixl import PORTS_VARIABLE
+
+    ports = os.environ.get(PORTS_VARIABLE, "")
+    data = f"TCP {ports} ({PORTS_VARIABLE})" if "-" in ports else f"any free TCP port ({PORTS_VARIABLE} names no range)"
+    advice = (
+        'Between hosts open these to the engines\' hosts. Set "port", "rank_ports" (5700-5799) and '
+        f"{PORTS_VARIABLE} (23700-23799) for each engine: else each start takes other ports."
+    )
+    yield Finding(
+        "other hosts", Health.OK, f'must reach an engine\'s "port" and "rank_ports", and NIXL at {data}', advice
+    )
+
+
 def check_pool() -> Iterator[Finding]:
     """Check Mooncake Store, in which engines share stored blocks."""
     if importlib.util.find_spec("mooncake") is None:
@@ -333,6 +348,7 @@ CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
     "vllm-router: find it": check_router,
     "transports: move bytes to a second process": check_transports,
     "addresses: look up this host's name": check_addresses,
+    "other hosts: which ports they must reach": check_other_hosts,
     "pool: import Mooncake Store": check_pool,
     "limits of memory and cores": check_limits,
     "ports: listen on loopback": check_ports,

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason, open_port
 from kvferry.execution.digests import PER_ADVANCE, Integrity, PartCells, PartDigests, check_computes
 from kvferry.execution.executor import JobResult, Phase, clock
 from kvferry.execution.peers import OwnRank, Peers
-from kvferry.handoff.destination import DestinationLoad, Step
+from kvferry.handoff.destination import LATE_REPORT_SECONDS, DestinationLoad, Step
 from kvferry.handoff.handshake import decode_shards, fetch_directory, tell_refusal
 from kvferry.handoff.messages import (
     FIRST_WEIGHTS,
@@ -777,9 +777,20 @@ class AwaitedLoad:
         # The first answer alone names the transport.
         self._transports.setdefault(index, answer.transport)
         if answer.over is not None and (answer.over.key, answer.over.source_index) == (self._key, index):
+            if isinstance(answer.over, Written) and index not in self._written:
+                self._tell_if_late(index, answer.over)
             self._note_report(load, answer.over)
         else:
             load.answered(index, time.monotonic())
+
+    def _tell_if_late(self, index: int, report: Written) -> None:
+        """Log that a report was asked for which its source had sent in vain."""
+        seconds = time.monotonic() - self._announced_at[index]
+        seconds -= report.seconds.post + report.seconds.move + report.seconds.confirm
+        if seconds >= LATE_REPORT_SECONDS:
+            where = "{0.host}:{0.port}".format(self._sources[index].answers_at)
+            told = "kvferry: the report of the prefill rank at %s has not come, and %s has waited for it for %.1f s. %s"
+            logger.warning(told, where, self.job_id, seconds, self._announcer.remedy, peer=where)
 
     def _end(self) -> None:
         self.phase = Phase.DONE
@@ -822,6 +833,11 @@ class Announcer:
     @property
     def epoch(self) -> int:
         return self._answers_at.epoch
+
+    @property
+    def remedy(self) -> str:
+        """What to open where reports do not come."""
+        return open_port(self._answers_at.port, self._answers_at.host)
 
     @property
     def num_fences(self) -> int:
@@ -948,7 +964,7 @@ def unreachable(where: EndPoint) -> HandoffError:
     return HandoffError(
         Reason.PEER_UNREACHABLE,
         f"the prefill rank at {where.host}:{where.port} does not answer.",
-        "Check that the prefill engine runs, and that its host can be reached from here.",
+        f"Check that the prefill engine runs. {open_port(where.port, where.host)}",
     )
 
 

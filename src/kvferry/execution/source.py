@@ -17,11 +17,12 @@ from typing import Any
 
 import msgspec
 
-from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError
+from kvferry.errors import HandoffError, KVFerryError, Reason, TransportError, open_port
 from kvferry.execution.device import DeferredActions
 from kvferry.execution.digests import Integrity, PartCells, PartDigests, WrittenDigests, check_computes
 from kvferry.execution.executor import JobResult, Phase, clock
 from kvferry.execution.peers import OwnRank, Peers
+from kvferry.handoff.destination import LATE_REPORT_SECONDS
 from kvferry.handoff.handshake import Versions, agree, compare_identities
 from kvferry.handoff.holds import check_epoch, handle_of_transfer, is_of_hold
 from kvferry.handoff.messages import (
@@ -503,6 +504,7 @@ class Writer:
         self._given_up: set[WriteKey] = set()
         self._num_open_blocks = self._num_open_bytes = 0
         self._reports: OrderedDict[WriteKey, Written | WriteFailed] = OrderedDict()
+        self._late_at: dict[WriteKey, float] = {}
         self._num_report_bytes = 0
         self.spans, self._short_tokens = spans, short_tokens
         self.engine: EndPoint | None = None
@@ -670,7 +672,7 @@ class Writer:
             return Noted(self.epoch)
         if isinstance(question, Announce):
             try:
-                return self._told_again(question.key) or Announced(self.epoch, self._announce(question))
+                return self._told_again(question) or Announced(self.epoch, self._announce(question))
             except KVFerryError as error:
                 with self._lock:
                     self._writes.refuse(question.key, error)
@@ -687,13 +689,21 @@ class Writer:
             "Ask the prefill engine's own port.",
         )
 
-    def _told_again(self, key: WriteKey) -> Announced | None:
+    def _told_again(self, question: Announce) -> Announced | None:
         """Return the answer to an announcement that is known, with the report of a write that is over; None for a new
         one.
         """
+        key = question.key
         with self._lock:
             report = self._reports.get(key)
+            is_late = report is not None and time.monotonic() >= self._late_at[key]
             is_known = report is not None or key in self._open or key in self._given_up
+        destination = self.destinations.known.get((key.receiver, key.receiver_epoch, question.token))
+        if is_late and destination is not None:
+            where = destination.answers_at
+            told = "kvferry: the report of write %d has not reached the decode rank at %s:%d, which asks for it. %s"
+            remedy = open_port(where.port, where.host)
+            logger.warning(told, key.number, where.host, where.port, remedy, peer=key.receiver)
         return Announced(self.epoch, "", report) if is_known else None
 
     def _announce(self, question: Announce) -> str:
@@ -815,7 +825,7 @@ class Writer:
             raise HandoffError(
                 Reason.PEER_UNREACHABLE,
                 f"nothing listens on {where.host}:{where.port}, where the decode rank answered.",
-                "Check the decode engine's log: it may have ended.",
+                "Check the decode engine's log: it may have ended. If it runs: " + open_port(where.port, where.host),
             )
 
     def _report(
@@ -852,9 +862,11 @@ class Writer:
     def _keep(self, report: Written | WriteFailed) -> None:
         """Keep a report for a destination that asks again. The lock is held."""
         self._reports[report.key] = report
+        self._late_at[report.key] = time.monotonic() + LATE_REPORT_SECONDS
         self._num_report_bytes += _num_bytes(report)
         while len(self._reports) > MAX_REPORTS or self._num_report_bytes > MAX_REPORT_BYTES:
-            _, forgotten = self._reports.popitem(last=False)
+            key, forgotten = self._reports.popitem(last=False)
+            del self._late_at[key]
             self._num_report_bytes -= _num_bytes(forgotten)
 
     def _give_up(self, transfer_id: str) -> None:

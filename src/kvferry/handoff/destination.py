@@ -26,6 +26,8 @@ REVOKE_SECONDS = 0.05
 """Seconds from an answer that says "still writing" to the next revocation."""
 ASK_AGAIN_SECONDS = 2.0
 """Seconds from an answer to an announcement to the next question whether the write is over."""
+LATE_REPORT_SECONDS = 1.0
+"""A report for which a destination still asks so long after its source has sent it has probably found no way."""
 CHECK_ALIVE_SECONDS = 1.0
 """Seconds between two checks that a source which may be writing is alive."""
 

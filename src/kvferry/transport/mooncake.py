@@ -17,7 +17,6 @@ import os
 import re
 import select
 import socket
-import stat
 import sys
 import threading
 import time
@@ -33,9 +32,9 @@ import msgspec
 import numpy as np
 
 from kvferry.arrays import Descriptors
-from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError, install_command
+from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError, install_command, open_port
 from kvferry.layout.shard import Region
-from kvferry.transport.network import AddressesOf, any_addresses
+from kvferry.transport.network import AddressesOf, any_addresses, listeners, listens_at
 from kvferry.transport.protocol import (
     NONCE_BYTES,
     Address,
@@ -367,7 +366,7 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
             except TransportError:  # an OSError too
                 raise
             except OSError as error:
-                raise self._unanswered(connection.peer.name, str(error)) from error
+                raise _unanswered(connection.peer.name, str(error)) from error
             connection.reading = self._read_nonce(connection.peer)
         if self.poll(connection.reading) is Status.PENDING:
             return False
@@ -412,8 +411,8 @@ class MooncakeTransport(SlicedTransport[MooncakeTransfer, MooncakeConnection]):
         if connection.greeting is not None:
             connection.greeting.close()
 
-    def _unanswered(self, name: str, found: str) -> TransportError:
-        return _unanswered(name, found)
+    def _unanswered(self, peer: Peer, found: str) -> TransportError:
+        return _unanswered(peer.name, found)
 
     def _has_room(self, transfer: MooncakeTransfer) -> bool:
         room = MAX_QUEUED_DESCRIPTORS - self._num_queued[transfer.peer.name]
@@ -483,7 +482,8 @@ def _unanswered(name: str, found: str) -> TransportError:
     return TransportError(
         Reason.PEER_UNREACHABLE,
         f"Mooncake does not reach {name}: {found}.",
-        "Check that the peer runs; on another host, set MC_TCP_BIND_ADDRESS there to the address of that host.",
+        "Check that the peer runs; on another host, set MC_TCP_BIND_ADDRESS there to the address of that host. "
+        + open_port("from MC_MIN_RPC_PORT (15000) to MC_MAX_RPC_PORT (17000)", name.rpartition(":")[0]),
     )
 
 
@@ -611,37 +611,16 @@ def _confine_to_loopback(before: set[int]) -> None:
 
 
 def _listener_ids() -> set[int]:
-    identities = set()
-    for identity, found in _listeners():
-        identities.add(identity)
-        found.close()
-    return identities
+    return set(listens_at())
 
 
 def _listeners() -> Iterator[tuple[int, socket.socket]]:
     """Yield inode and duplicate of every TCP socket of this process that listens on all addresses."""
-    seen = set()  # a listed file descriptor may meanwhile be one of the duplicates
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            status = os.fstat(int(name))
-            if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
-                continue
-            duplicate = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed meanwhile
-            continue
-        seen.add(status.st_ino)
-        if _listens_everywhere(duplicate):
-            yield status.st_ino, duplicate
+    for identity, found in listeners():
+        if ip_address(found.getsockname()[0]).is_unspecified:
+            yield identity, found
         else:
-            duplicate.close()
-
-
-def _listens_everywhere(found: socket.socket) -> bool:
-    return (
-        found.family in (socket.AF_INET, socket.AF_INET6)
-        and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
-        and ip_address(found.getsockname()[0]).is_unspecified
-    )
+            found.close()
 
 
 def _unavailable(message: str, remedy: str) -> TransportError:

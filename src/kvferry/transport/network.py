@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -73,6 +74,34 @@ def ucx_devices(listens_at: str) -> str:
     if found == {LOOPBACK_DEVICE}:
         return LOOPBACK_DEVICE
     return ",".join([*sorted(found), *rdma_devices()])
+
+
+def listeners() -> Iterator[tuple[int, socket.socket]]:
+    """Yield inode and duplicate of every TCP socket on which this process listens; the caller closes the duplicates."""
+    seen = set()  # a listed file descriptor may meanwhile be one of the duplicates
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.fstat(int(name))
+            if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
+                continue
+            duplicate = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed meanwhile
+            continue
+        seen.add(status.st_ino)
+        is_tcp = duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM
+        if is_tcp and duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1:
+            yield status.st_ino, duplicate
+        else:
+            duplicate.close()
+
+
+def listens_at() -> dict[int, tuple[str, int]]:
+    """Return address and port of every TCP socket on which this process listens, by its inode."""
+    found = {}
+    for inode, duplicate in listeners():
+        with duplicate:
+            found[inode] = duplicate.getsockname()[:2]
+    return found
 
 
 def interface_of(address: str) -> str | None:

@@ -20,15 +20,16 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from kvferry.arrays import Addresses, Descriptors
-from kvferry.errors import Reason, TransportError
+from kvferry.errors import Reason, TransportError, open_port
 from kvferry.layout.shard import HOST_DEVICE, Region
-from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device
+from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device, listens_at
 from kvferry.transport.protocol import (
     NONCE_BYTES,
     Address,
@@ -74,6 +75,7 @@ wait for a host that has vanished as long as the kernel repeats packets, a quart
 receives ends within 20 s more, when UCX asks whether the peer is alive."""
 CONNECT_SECONDS = 10.0
 DEVICES_VARIABLE, MODULES_VARIABLE = "UCX_NET_DEVICES", "UCX_MODULES"
+PORTS_VARIABLE = "UCX_TCP_PORT_RANGE"
 CLOSE_SECONDS = 2.0
 _NUM_LANDINGS = 1024
 """Places for peers' nonces: the limit of concurrent connections."""
@@ -86,8 +88,12 @@ SENT_BYTES = 64 << 10
 """UCX's own 8 KiB make reads a quarter as fast as writes. No peer receives more than 64 KiB, unless its variable says
 so. See docs/decisions/transports-without-threads.md."""
 UCX_SENT_BYTES, UCX_RECEIVED_BYTES = 8 << 10, 64 << 10
+MAX_PLACES = 64
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
+_Place = tuple[
+    Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Fa-f:.]{2,45}\Z")], Annotated[int, msgspec.Meta(ge=1, le=65535)]
+]
 _Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
 _still_writing: list[object] = []  # agents that were closed with a transfer running: destroying one could crash
@@ -150,6 +156,48 @@ def _size(variables: Mapping[str, str], name: str, default: int) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
+class TcpPorts(NamedTuple):
+    """Address and port of each TCP socket on which an agent listens, and the range of ports that is set for its UCX."""
+
+    places: Annotated[tuple[_Place, ...], msgspec.Meta(max_length=MAX_PLACES)] = ()
+    port_range: Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?\Z")] = ""
+
+    @classmethod
+    def of(cls, places: Sequence[tuple[str, int]], variables: Mapping[str, str]) -> "TcpPorts":
+        """Return the ports with these variables of the environment, without loopback where there are others.
+
+        >>> TcpPorts.of([("127.0.0.1", 23701), ("10.0.0.2", 23712)], {"UCX_TCP_PORT_RANGE": "23700-23799"})
+        TcpPorts(places=(('10.0.0.2', 23712),), port_range='23700-23799')
+        """
+        bare = sorted((address.partition("%")[0], port) for address, port in places)
+        beyond = [place for place in bare if not ip_address(place[0]).is_loopback]
+        found = variables.get(PORTS_VARIABLE, "")
+        return cls(tuple(beyond or bare)[:MAX_PLACES], found if re.fullmatch(r"\d{1,5}-\d{1,5}", found) else "")
+
+    def __str__(self) -> str:
+        """Return the places after a name; empty where there are none."""
+        places = [f"[{at}]:{port}" if ":" in at else f"{at}:{port}" for at, port in self.places[:4]]
+        return " at " + ", ".join(places) if places else ""
+
+    def remedy(self) -> str:
+        """Return what to open for this agent; empty where no port is known, as without TCP.
+
+        >>> TcpPorts((("10.0.0.2", 23712),), "23700-23799").remedy().partition(" to ")[0]
+        'Open TCP ports 23700-23799 of 10.0.0.2 (UCX_TCP_PORT_RANGE there)'
+        """
+        if not self.places:
+            return ""
+        if self.port_range:
+            hosts = ", ".join(dict.fromkeys(address for address, _ in self.places[:4]))
+            return open_port(self.port_range, f"{hosts} ({PORTS_VARIABLE} there)")
+        *others, (last, port) = self.places[:4]
+        told = open_port(", ".join([*(f"{each} of {address}" for address, each in others), str(port)]), last)
+        return f"{told} The port is a free one: set {PORTS_VARIABLE} there, such as 23700-23799, to keep it in a range."
+
+
+NO_PORTS = TcpPorts()
+
+
 class NixlEndPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     """A NIXL agent's metadata, its registered memory, and a nonce in it."""
 
@@ -163,6 +211,7 @@ class NixlEndPoint(msgspec.Struct, frozen=True, omit_defaults=True):
     devices: DeviceList = []
     """The device of each region, by the sender's numbers; empty where all is host memory."""
     tcp_messages: TcpMessages = TcpMessages()
+    tcp_ports: TcpPorts = NO_PORTS
 
     def __post_init__(self) -> None:
         check_devices(self.regions, self.devices)
@@ -180,6 +229,7 @@ class NixlPeer(Peer):
     agent_name: str
     left: deque[str]
     """Names of agents whose peers were closed, for the transport's thread."""
+    tcp_ports: TcpPorts = NO_PORTS
     is_closed: bool = False
 
     def close(self) -> None:
@@ -227,12 +277,12 @@ class RemoteAgents:
             self._replace(remote)
         self._num_peers[name] += 1
         self._unused.pop(name, None)
-        return NixlPeer(name, remote.region_table, name, self._left)
+        return NixlPeer(name, remote.region_table, name, self._left, remote.tcp_ports)
 
     def load_anew(self, remote: NixlEndPoint) -> None:
         """Forget and load an agent again: NIXL drops an agent whose connection it has lost."""
         self._forget(remote.agent_name)
-        self._load(remote.agent_name, remote.metadata)
+        self._load(remote.agent_name, remote.metadata, remote.tcp_ports)
 
     def let_go(self) -> None:
         """Forget agents without peer and without transfer, the longest unused first, down to ``MAX_UNUSED``."""
@@ -265,18 +315,19 @@ class RemoteAgents:
             )
         self._forget(name)
         try:
-            self._load(name, remote.metadata)
+            self._load(name, remote.metadata, remote.tcp_ports)
         except TransportError:
             if former is not None:
-                self._load(name, former)
+                self._load(name, former, remote.tcp_ports)
             raise
 
-    def _load(self, name: str, metadata: bytes) -> None:
+    def _load(self, name: str, metadata: bytes, tcp_ports: TcpPorts) -> None:
         try:
             loaded = self._agent.loadRemoteMD(metadata).decode()
         except self._nixl.nixlBackendError as error:
-            message = f"NIXL cannot open a connection to {name}: {error!r}."
-            raise TransportError(Reason.PEER_UNREACHABLE, message, self._remedy) from error
+            message = f"NIXL cannot open a connection to {name}{tcp_ports}: {error!r}."
+            remedy = f"{self._remedy} {tcp_ports.remedy()}".strip()
+            raise TransportError(Reason.PEER_UNREACHABLE, message, remedy) from error
         except Exception as error:
             raise _malformed(f"NIXL cannot load its metadata: {error!r}") from error
         if loaded != name:
@@ -329,7 +380,10 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         self._devices = os.environ.get(DEVICES_VARIABLE, devices)
         self._tcp_messages = TcpMessages.of(os.environ)
         self._name = f"kvferry-{os.getpid()}-{uuid.uuid4().hex}"
+        before = listens_at()
         self._agent, self._backend = self._create_agent()
+        opened = [place for inode, place in listens_at().items() if inode not in before]
+        self._tcp_ports = TcpPorts.of(opened, os.environ)
         self._operations = {Direction.READ: self._nixl.NIXL_READ, Direction.WRITE: self._nixl.NIXL_WRITE}
         self._running_handles: dict[int, str] = {}
         self._failed_handles: set[int] = set()  # of those that ended while the transport was being closed
@@ -355,6 +409,7 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
             nonce=self._nonces[:NONCE_BYTES].tobytes(),
             devices=pack_devices(self._local),
             tcp_messages=self._tcp_messages,
+            tcp_ports=self._tcp_ports,
         )
 
     def connect(self, end_point: bytes) -> Transfer:
@@ -480,11 +535,13 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         if connection.reading is not None:
             self._landings.append(_landing(connection.reading))
 
-    def _unanswered(self, name: str, found: str) -> TransportError:
+    def _unanswered(self, peer: Peer, found: str) -> TransportError:
+        assert isinstance(peer, NixlPeer)
         return TransportError(
             Reason.PEER_UNREACHABLE,
-            f"NIXL does not reach {name}: {found}.",
-            "Check that the peer runs and that its addresses can be reached (UCX_NET_DEVICES).",
+            f"NIXL does not reach {peer.name}{peer.tcp_ports}: {found}.",
+            "Check that the peer runs and that its addresses can be reached (UCX_NET_DEVICES). "
+            f"{peer.tcp_ports.remedy()}".strip(),
         )
 
     def _has_room(self, transfer: NixlTransfer) -> bool:
@@ -593,7 +650,9 @@ def _translate(error: Exception, transfer: NixlTransfer) -> TransportError:
     kind = type(error).__name__
     name = transfer.peer.name
     if kind in ("nixlRemoteDisconnectError", "nixlCancelledError"):
-        return connection_lost(name)
+        assert isinstance(transfer.peer, NixlPeer)
+        ports = transfer.peer.tcp_ports
+        return connection_lost(f"{name}{ports}", ports.remedy())
     if kind == "nixlNotFoundError":
         return TransportError(
             Reason.UNREGISTERED_RANGE,

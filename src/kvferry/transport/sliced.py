@@ -160,15 +160,16 @@ class SlicedTransport(RegisteredMemoryTransport, Generic[AnyTransfer, AnyConnect
         for connection in list(self._connections):
             self.poll(connection)
             self._let_go_if_quiet(connection)
-        if any(each.peer.name == name and each.status is not Status.PENDING for each in self._connections):
-            raise self._unanswered(name, "it has not yet answered the last connection")
+        for each in self._connections:
+            if each.peer.name == name and each.status is not Status.PENDING:
+                raise self._unanswered(each.peer, "it has not yet answered the last connection")
 
     def _poll_connection(self, connection: AnyConnection) -> Status:
         try:
             if self._is_reached(connection):
                 connection.bytes_done, connection.status = connection.num_bytes, Status.DONE
             elif time.monotonic() >= connection.deadline:
-                connection.fail(self._unanswered(connection.peer.name, "it did not answer in time"))
+                connection.fail(self._unanswered(connection.peer, "it did not answer in time"))
         except TransportError as error:
             connection.fail(error)
         if connection.status is not Status.PENDING:
@@ -199,7 +200,7 @@ class SlicedTransport(RegisteredMemoryTransport, Generic[AnyTransfer, AnyConnect
         """Release the resources of a connection that has ended and reads no more."""
 
     @abstractmethod
-    def _unanswered(self, name: str, found: str) -> TransportError:
+    def _unanswered(self, peer: Peer, found: str) -> TransportError:
         """Return the error for a peer that does not answer."""
 
     @abstractmethod
@@ -222,9 +223,10 @@ def cannot_reach_itself(transport: str) -> TransportError:
     )
 
 
-def connection_lost(name: str) -> TransportError:
-    """Return the error of a transfer whose peer is gone."""
-    return TransportError(Reason.PEER_DIED, f"the connection to {name} is lost.", "Reconnect when the peer is back.")
+def connection_lost(name: str, remedy: str = "") -> TransportError:
+    """Return the error of a transfer whose peer is gone; ``remedy`` says what to do where the peer runs."""
+    told = f"Reconnect when the peer is back. {f'If it runs: {remedy}' if remedy else ''}".strip()
+    return TransportError(Reason.PEER_DIED, f"the connection to {name} is lost.", told)
 
 
 def other_nonce(name: str) -> TransportError:

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from kvferry.errors import HandoffError, KVFerryError, Reason
+from kvferry.errors import HandoffError, KVFerryError, Reason, open_port
 from kvferry.handoff import messages as protocol
 from kvferry.handoff.messages import Answer, Question, Refusal
 from kvferry.handoff.wire.server import CONNECTION, Connection, Frame, connect, most_connections
@@ -689,7 +689,7 @@ def ask(
     raise HandoffError(
         Reason.PEER_UNREACHABLE,
         f"no answer from {host}:{port} within {timeout_seconds:g} s.",
-        "Check that the prefill engine runs, and that its kvferry host and port can be reached from here.",
+        f"Check that the prefill engine runs. {open_port(port, host)}",
     )
 
 
@@ -715,6 +715,7 @@ def log_undelivered(exchange: Exchange) -> None:
     """Log a message that was refused, or not answered in time."""
     kind = type(exchange.question).__name__.lower()
     refusal = exchange.answer if isinstance(exchange.answer, Refusal) else None
-    why = "no answer" if refusal is None else f"{refusal.message} {refusal.remedy}"
+    remedy = open_port(exchange.port, exchange.host)
+    why = f"no answer. {remedy}" if refusal is None else f"{refusal.message} {refusal.remedy}"
     told = "kvferry: a %s to %s:%d was not acknowledged: %s"
     logger.warning(told, kind, exchange.host, exchange.port, why, peer=f"{exchange.host}:{exchange.port} {kind}")
