@@ -44,7 +44,10 @@ class HandoffEngine(LabelEngine):
     def __init__(self, rank: CacheRank, model: Path, engine_id: str, *, layout: str, **given: Any) -> None:
         arguments = {name: given.pop(name) for name in ("asynchronous",) if name in given}
         extra = {"transport": "cma", "lease_seconds": 600.0, **given}
-        policy = {"kv_load_failure_policy": extra.pop("failure_policy", "fail")}
+        policy = {
+            "kv_load_failure_policy": extra.pop("failure_policy", "fail"),
+            "kv_role": extra.pop("kv_role", "kv_both"),
+        }
         connector = {"kv_connector": "KVFerryConnector", "kv_connector_extra_config": extra}
         transfer = {**connector, **policy, "engine_id": engine_id}
         super().__init__(rank, model, transfer, layout=layout, **arguments)

@@ -250,6 +250,27 @@ def test_blocks_that_find_no_room_in_a_tier_are_counted(make_engine: Callable[..
     assert data["failures"] == {}
 
 
+def test_bytes_of_tiers_are_told_as_they_are_after_the_last_step(make_engine: Callable[..., TimedEngine]) -> None:
+    tiers: list[DictionaryTier] = []
+
+    def lower(region: Region) -> DictionaryTier:
+        tiers.append(DictionaryTier(region, 1 << 20, name="local_disk"))
+        return tiers[-1]
+
+    engine = make_engine(block_seconds=0.0001, lower=lower, host_blocks=26)
+    host = engine.role._stack._host
+    for served in (range(1, 3), range(3, 7)):
+        engine.serve_and_write(*served)
+        engine.step(is_forced=True)
+        data = engine.statistics.data
+        assert data["tier_capacity_bytes"] == {"host_memory": 26 * host.slot_bytes["0"], "local_disk": 1 << 20}
+        assert data["tier_used_bytes"] == {
+            "host_memory": min(6 * (served.stop - 1), 26) * host.slot_bytes["0"],
+            "local_disk": 6 * (served.stop - 1) * host.slot_bytes["0"],
+        }
+        assert not engine.role.has_pending_work()
+
+
 def test_tokens_that_a_tier_holds_and_does_not_bring_are_counted(make_engine: Callable[..., TimedEngine]) -> None:
     tiers: list[DictionaryTier] = []
 

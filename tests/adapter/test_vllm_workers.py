@@ -307,7 +307,7 @@ def test_a_prompt_is_written_between_engines_with_keys(monkeypatch: pytest.Monke
     """Every rank's end point has the keys: the handshake, introductions, announcements and reports are encrypted."""
     workers = Workers(monkeypatch, tmp_path, str(make_keys(tmp_path / "keys").folder))
     try:
-        assert all(role._source._end_point._server._keys is not None for role in workers.senders)
+        assert all(role._source._end_point.server._keys is not None for role in workers.senders)
         workers.announce()
         workers.compute(END)
         assert workers.finished() == ({"r"}, set())

@@ -187,6 +187,12 @@ class HostMemory:
         """Host memory: its capacity is that of the slab, to the byte."""
         return self._capabilities
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slots that are not free."""
+        used = ((pool.slots.start, pool.slots.stop - pool.slots.start - len(pool.free)) for pool in self._pools)
+        return sum(int(self._lengths[first]) * num_used for first, num_used in used)
+
     def look_up(self, keys: Sequence[BlockKey]) -> Presences:
         """Return a presence for each key: ``PENDING`` while the block is being stored."""
         self._check(keys)
@@ -336,7 +342,7 @@ class HostMemory:
             groups[name] = {"free": len(pool.free), "visible": visible, "being_stored": being_stored}
         return {
             "num_blocks": int(np.count_nonzero(presences == Presence.HELD)),
-            "num_bytes": int(self._lengths[presences != Presence.ABSENT].sum()),
+            "num_bytes": self.num_bytes,
             "num_pinned": int(np.count_nonzero(self._pins)),
             "num_loads": len(self._loads),
             "num_stores": len(self._stores),

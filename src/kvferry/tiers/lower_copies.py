@@ -81,6 +81,20 @@ class GuardedTier:
         """Whether the tier is closed and touches no slot any more."""
         return self._closing is not None and self._closing.is_over.is_set() and self._closing.error is None
 
+    @property
+    def num_bytes(self) -> int | None:
+        """Bytes that the tier occupies; None where it cannot say."""
+        try:
+            return None if self.is_set_aside else int(self._tier.snapshot()["num_bytes"])
+        except Exception:
+            logger.debug("%s has no snapshot", self.name, exc_info=True)
+            return None
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The most bytes that the tier occupies."""
+        return self._tier.capabilities.capacity_bytes
+
     def is_suspended(self, now: float) -> bool:
         """Return whether the tier is left alone for now, or for ever."""
         return self.is_set_aside or now < self._suspended_until
@@ -151,18 +165,14 @@ class GuardedTier:
         if self._is_told_full or not store.failures[Reason.TIER_FULL]:
             return
         self._is_told_full = True
-        try:
-            used = format_bytes(self._tier.snapshot()["num_bytes"])
-        except Exception:
-            logger.debug("%s has no snapshot", self.name, exc_info=True)
-            used = "an unknown part"
+        used = "an unknown part" if (num_bytes := self.num_bytes) is None else format_bytes(num_bytes)
         logger.warning(
             "%s is full: %d of %d blocks were not stored, while it uses %s of its %s; later ones are only counted. %s",
             self.name,
             store.failures[Reason.TIER_FULL],
             len(store.keys),
             used,
-            format_bytes(self._tier.capabilities.capacity_bytes),
+            format_bytes(self.capacity_bytes),
             store.error,
         )
 
@@ -339,6 +349,11 @@ class LowerCopies:
     def failures(self) -> Counter[Reason]:
         """Blocks that did not arrive, above or below, and calls that failed, by reason; ``tier-full`` is no error."""
         return self._tier.failures
+
+    @property
+    def sizes(self) -> tuple[int | None, int]:
+        """The bytes that the tier occupies, None where it cannot say, and the most that it may."""
+        return self._tier.num_bytes, self._tier.capacity_bytes
 
     def is_moving(self, now: float) -> bool:
         """Return whether a copy goes on, or another may begin: not while a tier that failed or hangs is left alone."""

@@ -272,6 +272,15 @@ class Stack:
                 found["refused_blocks", host, reason] = found.get(("refused_blocks", host, reason), 0) + number
         return found
 
+    @property
+    def sizes(self) -> dict[str, tuple[int | None, int]]:
+        """Of each tier the bytes that it occupies, None where it cannot say, and the most that it may."""
+        host = self._host.capabilities
+        return {
+            host.name: (self._host.num_bytes, host.capacity_bytes),
+            **{copies.name: copies.sizes for copies in self._lower},
+        }
+
     def are_used(self, now: float) -> dict[str, bool]:
         """Return whether each tier is used, or left alone after a failure."""
         lower = {copies.name: not copies.is_suspended(now) for copies in self._lower}

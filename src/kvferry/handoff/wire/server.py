@@ -14,7 +14,7 @@ import socket
 import ssl
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from struct import Struct
@@ -367,6 +367,8 @@ class Server:
         self._kept_bytes: dict[Connection, int] = {}  # of unfinished questions and unsent answers, where there are some
         self._num_kept_bytes = 0
         self._unserved: list[Connection] = []
+        self._refused: Counter[str] = Counter()
+        self._told_refused: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="kvferry-server", daemon=True)
         self._thread.start()
 
@@ -376,6 +378,16 @@ class Server:
             os.eventfd_write(self._wake, 1)  # before the thread may close it
             self._stop.set()
         self._thread.join(timeout=5)
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether :meth:`take_refused` has something to tell; any thread may ask."""
+        return self._refused.total() != self._told_refused.total()
+
+    def take_refused(self) -> Counter[str]:
+        """Return how many messages and connections were refused since the last call, by reason; one thread may call."""
+        before, self._told_refused = self._told_refused, self._refused.copy()
+        return self._told_refused - before
 
     def _run(self) -> None:
         with self._socket, self._selector:
@@ -509,6 +521,7 @@ class Server:
         return True
 
     def _refuse(self, connection: Connection, error: HandoffError) -> None:
+        self._refused[error.reason.value] += 1
         connection.refuse(error)
         self._close(connection, str(error))
 
@@ -530,6 +543,7 @@ class Server:
         except Exception:
             logger.exception("kvferry server failed on a message of %s", host, peer=host)
             refusal = Refusal(Reason.UNSUPPORTED.value, "the server failed on this message.", "Its log says why.")
+        self._refused[refusal.reason] += 1
         return protocol.encode(refusal)
 
 

@@ -175,6 +175,10 @@ class OffloadStatistics(Observations):
         "tier_up": Metric(
             "kvferry:offload_tier_up", "1 where the engine uses a tier, 0 where it leaves the tier alone.", ("tier",)
         ),
+        "tier_used_bytes": Metric("kvferry:offload_tier_used_bytes", "Bytes that a tier occupies.", ("tier",)),
+        "tier_capacity_bytes": Metric(
+            "kvferry:offload_tier_capacity_bytes", "The most bytes that a tier may occupy.", ("tier",)
+        ),
     }
 
     def record(self, result: JobResult, direction: Literal["load", "store"]) -> None:

@@ -93,6 +93,8 @@ class OffloadScheduler:
         """The tiers' totals that were reported."""
         self._used: dict[str, bool] = {}
         """Which tiers were reported to be used."""
+        self._sizes: dict[str, tuple[int | None, int]] = {}
+        """The tiers' bytes that were reported."""
         self._rule = LoadRule(vllm_config.scheduler_config.max_num_batched_tokens)
         self._step_waits = StepWaits()
         self._engine = Engine()
@@ -315,6 +317,12 @@ class OffloadScheduler:
         self._reported = totals
         for tier, direction, seconds in stack.take_copy_seconds():
             self._statistics.observe("tier_seconds", seconds, tier, direction)
+        if (sizes := stack.sizes) != self._sizes:
+            self._sizes = sizes
+            for tier, (used, capacity) in sizes.items():
+                self._statistics.set("tier_capacity_bytes", capacity, tier)
+                if used is not None:
+                    self._statistics.set("tier_used_bytes", used, tier)
 
     def _tier_wait(self, step: OffloadStep) -> float:
         """Return how long a step waits: not at all where ranks have something to do."""

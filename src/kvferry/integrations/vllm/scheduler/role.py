@@ -83,6 +83,8 @@ MAX_LOADS = MAX_REQUESTS_PER_MESSAGE
 STOPPED_SECONDS = 2.0
 """The server's thread looks for holds to end several times a second. After so long without a look this process was
 stopped, and could receive no renewal."""
+TELL_SECONDS = 1.0
+"""An engine without requests steps at most so often to tell its metrics: peers choose how often they are refused."""
 PARTS = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "prefill and decode"}
 
 
@@ -131,8 +133,12 @@ class SchedulerRole:
         self._outdated: set[str] = set()
         self._missing: dict[str, tuple[int, Cause | None]] = {}
         """How many tokens a load was to bring to each request when vLLM last asked, and why none is ordered."""
-        self._counted = dict.fromkeys(("holds", "in_quarantine", "quarantined_blocks"), 0)
+        self._unnamed: set[str] = set()
+        """New requests to a decode engine that name no prefill engine."""
+        self._counted = dict.fromkeys(("ready", "holds", "in_quarantine", "quarantined_blocks"), 0)
         """What statistics were last told."""
+        self._has_untold, self._tell_at = False, 0.0
+        """Whether the next step tells metrics that have changed without a step, and when another may."""
         self._quarantine = Quarantine(state.kept_blocks, self._num_ranks)
         self._directory: Directory | None = None
         self._drains_at: float | None = None
@@ -144,9 +150,9 @@ class SchedulerRole:
         # A host may not reach itself at the address that others are told.
         self._own_host = settings.reachable_host if _may_span_hosts(parallel) else settings.local_host
         assert vllm_config.kv_transfer_config is not None
-        parts = PARTS[str(vllm_config.kv_transfer_config.kv_role)]
+        self._kv_role = str(vllm_config.kv_transfer_config.kv_role)
         self._recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
-        self._start_line = f"{parts}, {resolved_layout(vllm_config)}"
+        self._start_line = f"{PARTS[self._kv_role]}, {resolved_layout(vllm_config)}"
 
     # Calls for requests.
 
@@ -156,12 +162,13 @@ class SchedulerRole:
         A prompt for a decode engine is cut where the decode engine goes on.
         """
         params = request.kv_transfer_params
-        if not params:
-            return
-        if not isinstance(params, dict):
+        if params and not isinstance(params, dict):
             # A client can write anything there (``vllm_xargs``), and vLLM takes all that is there for a dictionary.
             logger.warning("kvferry: the kv_transfer_params of %s are no object and are ignored.", request.request_id)
-            request.kv_transfer_params = None
+            params = request.kv_transfer_params = None
+        if not params:
+            if self._kv_role == "kv_consumer":
+                self._unnamed.add(request.request_id)
             return
         if params.get("do_remote_decode"):
             if self._num_recomputed:
@@ -179,6 +186,9 @@ class SchedulerRole:
         computes the next one anyway.
         """
         if not self._awaits_load(request):
+            if request.request_id in self._unnamed:
+                num_missing = request.num_prompt_tokens - num_computed_tokens
+                self._missing[request.request_id] = num_missing, Cause.NO_PARAMETERS
             return 0, False
         # Loads end by their deadline and make room; quarantined blocks may not.
         is_full = bool(self._loading) and self._num_loads >= MAX_LOADS
@@ -200,6 +210,9 @@ class SchedulerRole:
         """The engine has given the request blocks: order the load once, or release the remote hold."""
         params = request.kv_transfer_params
         if not params:
+            if request.request_id in self._unnamed:
+                self._unnamed.discard(request.request_id)
+                self._count_computed(request.request_id)
             return
         if params.get("do_remote_decode"):
             self._source.begin(request)
@@ -209,9 +222,7 @@ class SchedulerRole:
             # A new object: parallel samples in one process share the parameters, and each loads for itself.
             request.kv_transfer_params = {**params, "do_remote_prefill": False}
         if num_external_tokens == 0:
-            num_missing, cause = self._missing.pop(request.request_id, (0, None))
-            if cause is not None:
-                self._state.statistics.count("computed_tokens", num_missing, cause.value)
+            self._count_computed(request.request_id)
             self._destination.finish(request.request_id)
             return
         block_ids = self._loading[request.request_id] = blocks.get_block_ids()
@@ -226,6 +237,8 @@ class SchedulerRole:
         """
         params = request.kv_transfer_params
         if not params:
+            self._unnamed.discard(request.request_id)
+            self._missing.pop(request.request_id, None)
             return False, None
         self._missing.pop(request.request_id, None)
         if request.request_id in self._loading:
@@ -247,6 +260,7 @@ class SchedulerRole:
     def build_connector_meta(self, output: "SchedulerOutput") -> StepMetadata:
         """Return the orders to the workers for the step that ``output`` schedules."""
         state = self._state
+        self._has_untold = False
         if self._weights_version != self._engine.weights_version:
             self.reset_cache()
         self._source.note_schedule(output)
@@ -317,13 +331,17 @@ class SchedulerRole:
     def take_statistics(self) -> Statistics | None:
         """Return the statistics since the last call; None where there is no new one."""
         state, quarantine, before = self._state, self._quarantine, self._counted
+        for reason, number in self._server.take_refused().items():
+            state.statistics.count("refused_messages", number, reason)
         now = {
+            "ready": int(self._is_ready),
             "holds": state.holds.num_holds,
             "in_quarantine": quarantine.num_blocks,
             "quarantined_blocks": quarantine.num_ever_kept,
         }
         if now != before:
             self._counted = now
+            state.statistics.set("ready", now["ready"])
             state.statistics.set("holds", now["holds"])
             state.statistics.set("in_quarantine", now["in_quarantine"])
             state.statistics.count("quarantined_blocks", now["quarantined_blocks"] - before["quarantined_blocks"])
@@ -341,7 +359,7 @@ class SchedulerRole:
         """
         with self._state.holds_lock:
             has_news = self._quarantine.has_news or self._destination.has_pending_work or self._state.holds.has_ended
-            has_news = has_news or bool(self._state.step.held) or self._answers.has_pending_work
+            has_news = has_news or bool(self._state.step.held) or self._answers.has_pending_work or self._has_untold
             must_stay = self._must_stay
         return has_news or must_stay or self._weights_version != self._engine.weights_version
 
@@ -420,6 +438,17 @@ class SchedulerRole:
             return Cause.ADAPTER
         return None
 
+    def _count_computed(self, request_id: str) -> None:
+        """Count the tokens that this engine computes, where there is a cause why it does."""
+        num_missing, cause = self._missing.pop(request_id, (0, None))
+        if cause is not None:
+            self._state.statistics.count("computed_tokens", num_missing, cause.value)
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether this engine answers handshakes and does not drain."""
+        return self._directory is not None and self._drains_at is None
+
     @property
     def _num_loads(self) -> int:
         return len(self._loading) + self._quarantine.num_not_loading(self._loading)
@@ -490,7 +519,15 @@ class SchedulerRole:
         with self._state.holds_lock:
             self._drain_in_time()
             self._expire_holds()
+        self._look_for_untold(time.monotonic())
         self._wake_for_news()
+
+    def _look_for_untold(self, now: float) -> None:
+        """Let an engine that sleeps tell its metrics, by one step: vLLM takes them with a step's output only."""
+        if self._directory is None or now < self._tell_at:
+            return  # it starts, or has told a moment ago
+        if self._counted["ready"] != self._is_ready or self._server.has_refused:
+            self._has_untold, self._tell_at = True, now + TELL_SECONDS
 
     def _expire_holds(self) -> None:
         """End the holds whose lease is over; the caller has the lock."""
@@ -502,7 +539,7 @@ class SchedulerRole:
 
     def _wake_for_news(self) -> None:
         with self._state.holds_lock:
-            has_news = self._state.holds.has_ended or self._destination.has_pending_work
+            has_news = self._state.holds.has_ended or self._destination.has_pending_work or self._has_untold
         if has_news or self._weights_version != self._engine.weights_version:
             self._engine.wake()
 

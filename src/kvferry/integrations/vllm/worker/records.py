@@ -28,6 +28,16 @@ BYTES = tuple(float(1 << shift) for shift in range(12, 38, 2))
 COUNTS = (1.0, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 PASSING = tuple((reason.value,) for reason in Reason if helps_to_repeat(reason))
 """Reasons of failures that may come once; others come with each request."""
+MESSAGE_REFUSALS = tuple(
+    (reason.value,)
+    for reason in (
+        Reason.MALFORMED_MESSAGE,
+        Reason.PERMISSION_DENIED,
+        Reason.PROTOCOL_MISMATCH,
+        Reason.INVALID_REQUEST,
+        Reason.UNSUPPORTED,
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,17 +191,18 @@ def _separate(metric: Metric, labels: str) -> list[str]:
 
 class Cause(StrEnum):
     """Why an engine computes what a load should have brought: the load failed; the hold had ended before the load was
-    ordered; the adapter's weights are not known, or are others.
+    ordered; the adapter's weights are not known, or are others; the request to a decode engine names no prefill engine.
     """
 
     LOAD_FAILED = "load-failed"
     HOLD_ENDED = "hold-ended"
     ADAPTER = "adapter"
+    NO_PARAMETERS = "no-parameters"
 
 
 class Statistics(Observations):
-    """Of ranks: loads and writes, and the reasons of failed requests by the request's id. Of the scheduler: holds,
-    quarantine and computed tokens.
+    """Of ranks: loads and writes, and the reasons of failed requests by the request's id. Of the scheduler: readiness,
+    holds, quarantine and computed tokens. Of both: refused messages.
     """
 
     HISTOGRAMS: ClassVar[Mapping[str, Metric]] = {
@@ -240,8 +251,15 @@ class Statistics(Observations):
             ("cause",),
             known=tuple((cause.value,) for cause in Cause),
         ),
+        "refused_messages": Metric(
+            "kvferry:refused_messages",
+            "Messages and connections of peers that a port of this engine has refused, by reason.",
+            ("reason",),
+            known=MESSAGE_REFUSALS,
+        ),
     }
     GAUGES: ClassVar[Mapping[str, Metric]] = {
+        "ready": Metric("kvferry:ready", "1 while this engine takes requests of routers, 0 while it starts or drains."),
         "holds": Metric("kvferry:holds", "Prompts and answers that this engine holds for other engines."),
         "in_quarantine": Metric(
             "kvferry:blocks_in_quarantine", "Blocks that are kept because a peer may still write into them."
@@ -291,6 +309,7 @@ class Statistics(Observations):
             "expired holds": sum(self.data["expired_holds"].values()),
             "prompts not held": self.data["unheld"],
             "computed tokens": sum(self.data["computed_tokens"].values()),
+            "refused messages": sum(self.data["refused_messages"].values()),
             "blocks in quarantine": self.data["in_quarantine"].get("", 0),
         }
         others = {name: number for name, number in others.items() if number}

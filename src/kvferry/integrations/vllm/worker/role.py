@@ -5,6 +5,7 @@ Its source part writes prompts out of the cache, its destination part has others
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,15 +77,22 @@ class Rank(OwnRank):
 class RankEndPoint:
     """The control end point of a rank: its source part answers announcements, its destination part reports."""
 
-    def __init__(self, host: str, reachable_host: str, ports: range, keys: Keys | None) -> None:
+    def __init__(
+        self,
+        host: str,
+        reachable_host: str,
+        ports: range,
+        keys: Keys | None,
+        upkeep: Callable[[], None] = lambda: None,
+    ) -> None:
         self.writer: Writer | None = None
         self.announcer: Announcer | None = None
-        self._server = Server(host, ports, self._answer, keys=keys)
-        self.answers_at = EndPoint(reachable_host, self._server.port, secrets.randbits(EPOCH_BITS))
+        self.server = Server(host, ports, self._answer, upkeep, keys)
+        self.answers_at = EndPoint(reachable_host, self.server.port, secrets.randbits(EPOCH_BITS))
 
     def close(self) -> None:
         """Stop answering; twice is fine."""
-        self._server.close()
+        self.server.close()
 
     def _answer(self, question: Question) -> Answer:
         part = self.announcer if isinstance(question, Written | WriteFailed) else self.writer
@@ -215,6 +223,8 @@ logger = PeerLog(logging.getLogger(__name__))
 
 REPORT_SECONDS = 3600.0
 """How long a report to this rank's own engine is sent again until it is acknowledged."""
+TELL_SECONDS = 1.0
+"""How often a rank lets its engine tell metrics: peers choose how often they are refused."""
 
 
 class WorkerRole:
@@ -244,7 +254,9 @@ class WorkerRole:
         self._outdated: set[str] = set()
         self._failed_turns: set[str] = set()
         self._engine: EngineEndPoint | None = None
-        self._num_reports = 0
+        self._end_point: RankEndPoint | None = None
+        self._report_lock = threading.Lock()
+        self._num_reports, self._still_writing, self._tell_at = 0, frozenset[str](), 0.0
         ROLES.add(self)
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -260,7 +272,9 @@ class WorkerRole:
         end_points = self._transports.register(shard.regions)
         self._rank = rank = self._start_rank(shard, end_points, computed)
         keeps_events = bool(settings.transfer_log)
-        end_point = RankEndPoint(settings.host, settings.reachable_host, settings.ports_of_ranks, self._trust.keys)
+        end_point = self._end_point = RankEndPoint(
+            settings.host, settings.reachable_host, settings.ports_of_ranks, self._trust.keys, self._look_for_untold
+        )
         self._source = Source(
             rank,
             end_point,
@@ -433,6 +447,9 @@ class WorkerRole:
         """Return the statistics since the last call; None where there is no new one."""
         if self._destination is not None:
             self._statistics.count("fences", self._destination.take_num_fences())
+        if self._end_point is not None:
+            for reason, number in self._end_point.server.take_refused().items():
+                self._statistics.count("refused_messages", number, reason)
         if self._statistics.is_empty():
             return None
         statistics, self._statistics = self._statistics, Statistics()
@@ -457,16 +474,32 @@ class WorkerRole:
 
     def _report_still_writing(self, request_ids: frozenset[str]) -> None:
         """Report to the engine, on the transfer thread: it keeps these requests' blocks and fails the requests."""
+        with self._report_lock:
+            self._still_writing = request_ids
+            self._report(REPORT_SECONDS)
+
+    def _look_for_untold(self) -> None:
+        """Let an engine that sleeps take a step, which tells what this rank's end point has refused: on its thread, by
+        the last report once more.
+        """
+        now = time.monotonic()
+        if self._end_point is not None and self._end_point.server.has_refused and now >= self._tell_at:
+            self._tell_at = now + TELL_SECONDS
+            with self._report_lock:
+                self._report(TELL_SECONDS)
+
+    def _report(self, seconds: float) -> None:
+        """Send the report for so many seconds, unless it is acknowledged; the caller has the lock."""
         if (engine := self._engine) is None or self._rank is None:
             return
         self._num_reports += 1
         # A report names all of them: the engine frees the blocks of a request that a report leaves out. The engine
         # admits no more loads than a report can name.
         question = StillWriting(
-            engine.where.epoch, engine.secret, self._index, self._num_reports, tuple(sorted(request_ids))
+            engine.where.epoch, engine.secret, self._index, self._num_reports, tuple(sorted(self._still_writing))
         )
         where = engine.where
-        self._rank.client.tell(where.host, where.port, question, REPORT_SECONDS, is_trusted=True)
+        self._rank.client.tell(where.host, where.port, question, seconds, is_trusted=True)
 
     def _layers_that_report(self) -> dict[str, list[str]]:
         """Return the layers for which vLLM calls the connector, by cache group, in the order of computation.
