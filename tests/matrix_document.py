@@ -47,7 +47,7 @@ CHECKS_OF_BYTES = {name: label for name, label in CHECKS.items() if label in BYT
 BYTES_ONLY = "passed, tokens not compared"
 PAIR_COLUMNS = (
     *("pair", "model", "prefill", "decode", "block", "layout", "transport", "descriptors"),
-    *("requests", "identical", "received / computed", "result"),
+    *("identical", "received/computed", "result"),
 )
 CONCURRENT_CHECKS = {
     "test_tokens_of_a_concurrent_router_are_those_of_one_engine": "tokens",
@@ -63,7 +63,7 @@ OFFLOAD_CHECKS = {
 }
 """The tests that every pair of an engine that stores and one that loads must pass."""
 OFFLOAD_COLUMNS = (
-    *("pair", "model", "stored by", "loaded by", "block", "layout", "requests", "identical"),
+    *("pair", "model", "stored by", "loaded by", "block", "layout", "identical"),
     *("second pass: computed", "after SIGKILL: computed", "after SIGKILL: from disk", "result"),
 )
 SHARED_CHECKS = {
@@ -73,7 +73,7 @@ SHARED_CHECKS = {
 }
 """The tests that every pair of engines with a pool must pass."""
 SHARED_COLUMNS = (
-    *("pair", "model", "stored by", "loaded by", "block", "layout", "requests", "identical"),
+    *("pair", "model", "stored by", "loaded by", "block", "layout", "identical"),
     *("second engine: computed", "from the pool", "damaged prompt: computed", "result"),
 )
 BOTH_CHECKS = {
@@ -82,10 +82,10 @@ BOTH_CHECKS = {
 }
 """The tests of two engines that have both connectors."""
 BOTH_COLUMNS = (
-    *("pair", "model", "prefill", "decode", "answered", "identical", "given up", "seconds"),
-    *("prefill: computed / from tiers / cached", "decode: computed / received / cached", "evicted", "result"),
+    *("pair", "model", "prefill", "decode", "identical", "given up", "seconds"),
+    *("prefill: computed/from tiers/cached", "decode: computed/received/cached", "evicted", "result"),
 )
-REFUSAL_COLUMNS = ("combination", "refused by", "code that must come", "code that came", "result")
+REFUSAL_COLUMNS = ("combination", "refused by", "code that must come", "result")
 
 
 TEXT = """# What works between which engines
@@ -198,6 +198,15 @@ def both(values: Sequence[Any]) -> str:
     return " to ".join(map(str, values)) if len(unique) > 1 else next(iter(unique), "")
 
 
+def identical(answers: Mapping[str, int], of: str = "requests") -> str:
+    """Return how many answers had the tokens that they must have, of how many; empty without a measurement.
+
+    >>> identical({"requests": 41, "identical": 40}), identical({})
+    ('40/41', '')
+    """
+    return f"{answers['identical']}/{answers[of]}" if answers else ""
+
+
 def pair_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a pair; cells without a measurement are empty."""
     measured = found.get("measured", {})
@@ -211,9 +220,8 @@ def pair_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
         both(measured.get("layouts", ())),
         measured.get("transport", ""),
         f"{measured['descriptors']:,}" if "descriptors" in measured else "",
-        str(traffic.get("requests", "")),
-        str(traffic.get("identical", "")),
-        f"{traffic['received']:,} / {traffic['computed']:,}" if traffic else "",
+        identical(traffic),
+        f"{traffic['received']:,}/{traffic['computed']:,}" if traffic else "",
         pair_result(pair, found),
     )
 
@@ -256,13 +264,10 @@ def offload_row(pair: Offload, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a pair of which one engine stores and the other loads."""
     measured = found.get("measured", {})
     second, third = measured.get("second", {}), measured.get("third", {})
-    requests, identical = (
-        str(second[name] + third[name]) if second and third else "" for name in ("requests", "identical")
-    )
+    counts = ("requests", "identical")
     return (
         *_stored_and_loaded(pair, measured),
-        requests,
-        identical,
+        identical({name: second[name] + third[name] for name in counts} if second and third else {}),
         *(f"{sent['computed'] / sent['tokens']:.3f}" if sent else "" for sent in (second, third)),
         f"{third['disk'] / third['tokens']:.3f}" if third else "",
         result_of(found, OFFLOAD_CHECKS),
@@ -275,7 +280,7 @@ def shared_row(pair: Offload, found: dict[str, Any]) -> tuple[str, ...]:
     second, damaged = measured.get("second", {}), measured.get("damaged", {})
     return (
         *_stored_and_loaded(pair, measured),
-        *(str(second.get(name, "")) for name in ("requests", "identical")),
+        identical(second),
         *(f"{second[name] / second['tokens']:.3f}" if second else "" for name in ("computed", "pool")),
         f"{damaged['computed'] / damaged['tokens']:.3f}" if damaged else "",
         result_of(found, SHARED_CHECKS),
@@ -292,12 +297,11 @@ def both_row(pair: Pair, found: dict[str, Any]) -> tuple[str, ...]:
         MODELS[pair.model],
         shape_of(pair.prefill),
         shape_of(pair.decode),
-        str(many.get("answered", "")),
-        str(measured.get("identical", "")),
+        identical({**many, "identical": measured["identical"]} if many else {}, "answered"),
         str(sum(number for kind, number in many.items() if kind.startswith("given up"))) if many else "",
         str(many.get("seconds", "")),
-        *(" / ".join(f"{moved.get(name, 0):,}" for name in names) if moved else "" for moved, names in sides),
-        " / ".join(f"{moved.get('evicted', 0):,}" for moved, _ in sides if moved),
+        *("/".join(f"{moved.get(name, 0):,}" for name in names) if moved else "" for moved, names in sides),
+        "/".join(f"{moved.get('evicted', 0):,}" for moved, _ in sides if moved),
         result_of(found, BOTH_CHECKS),
     )
 
@@ -309,14 +313,14 @@ SIDES = {"prefill": ("computed", "host", "cached"), "decode": ("computed", "rece
 def refusal_row(refusal: Refusal, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a refused combination."""
     came = found.get("found", "")
-    result = ("refused" if came == refusal.reason else "**failed**") if found else "not run"
-    return refusal.combination, refusal.where, f"`{refusal.reason}`", f"`{came}`" if came else "", result
+    result = ("refused" if came == refusal.reason else f"**failed**: `{came}`") if found else "not run"
+    return refusal.combination, refusal.where, f"`{refusal.reason}`", result
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    head, *lines = (f"| {' | '.join(line)} |" for line in (columns, *rows))
+    return "\n".join([head, f"|{'---|' * len(columns)}", *lines])
 
 
 def runs(found: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -20,7 +20,10 @@ USES = ("planner", "identity", "views", "alone", "sequential", "concurrent", "of
 """The columns of a published model: what its tests try, in this order."""
 COLUMNS = ("model", *USES)
 WORKS = ("yes", "equal")
-MOST_CHARACTERS = 80
+MOST_CHARACTERS = 51
+FAMILY = re.compile(r"(?<=^refused: )family '\w+' (.*?)(, which kvf.*)?$")
+"""The family is that of the model in the row."""
+VALIDATION = re.compile(r": \d+ validation errors? for .*")
 COMPARED = re.compile(r"TP \d+(, made small)?")
 
 TEXT = """# Published models
@@ -44,10 +47,10 @@ are made small, and every other field stays. Its weights are random, in the form
 * *offload*: an engine with offload ends, and the next one loads the prompts' blocks from the disk.
 
 In the last three columns *yes* means that the tokens equal those of *alone*. In every column *no* has the reason of
-vLLM or kvferry, cut to 80 characters; *failed* is a test that failed; *not run* has no result. An engine in bfloat16
-or with quantised weights computes other tokens at another TP and in another batch, and so does Gemma 4 in float32: such
-an engine is compared at TP 1, and gets one prompt after the other. Where vLLM's CPU build does not run a model's
-quantisation, the last three columns are of the model without it.
+vLLM or kvferry, cut to {most} characters; *failed* is a test that failed; *not run* has no result. An engine in
+bfloat16 or with quantised weights computes other tokens at another TP and in another batch, and so does Gemma 4 in
+float32: such an engine is compared at TP 1, and gets one prompt after the other. Where vLLM's CPU build does not run a
+model's quantisation, the last three columns are of the model without it.
 
 Of {num_models} models {counts}.
 
@@ -64,19 +67,37 @@ def in_short(outcome: str) -> str:
 
     >>> in_short("equal: TP 1; TP 2; TP 16; TP 1, made small"), in_short("equal: TP 1; vLLM refuses TP 64: a reason")
     ('equal', 'equal: vLLM refuses TP 64: a reason')
+    >>> in_short("refused: family 'llama4' attends by chunks, which kvferry cannot plan. Another remedy.")
+    'refused: attends by chunks'
     """
     verdict, _, sizes = outcome.partition(": ")
     if verdict != "equal":
-        return outcome
+        return FAMILY.sub(r"\1", outcome)
     others = [size for size in sizes.split("; ") if not COMPARED.fullmatch(size)]
     return f"equal: {'; '.join(others)}" if others else "equal"
+
+
+def cut(reason: str) -> str:
+    """Return the beginning of a reason that is long: its first clause, or as many of its words as there is room for.
+
+    >>> cut("yes (2 fields)"), cut("no: unsupported: the model has states; only attention is offloaded")
+    ('yes (2 fields)', 'no: unsupported: the model has states')
+    >>> cut("no: NotImplementedError: No WNA16 MoE backend supports the deployment configuration")
+    'no: NotImplementedError: No WNA16 MoE backend'
+    """
+    line = VALIDATION.sub("", first_line(reason))
+    if len(line) > MOST_CHARACTERS:
+        line = line.partition("; ")[0]
+    if len(line) > MOST_CHARACTERS:
+        line = line[: MOST_CHARACTERS + 1].rpartition(" ")[0] or line[:MOST_CHARACTERS]
+    return line.rstrip(",:. ")
 
 
 def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     """Return the cells of a model."""
     outcomes = dict(found.get("outcomes", {}))
     outcomes["planner"] = in_short(outcomes.get("planner", "not run"))
-    return name, *(first_line(outcomes.get(use, "not run"), MOST_CHARACTERS) for use in USES)
+    return name, *(cut(outcomes.get(use, "not run")) for use in USES)
 
 
 def document(results: Results) -> str:
@@ -88,6 +109,7 @@ def document(results: Results) -> str:
     return TEXT.format(
         composed=", ".join(name for name, each in sources.items() if not each["as_published"]),
         num_prompts=len(PROMPTS),
+        most=MOST_CHARACTERS,
         num_models=len(rows),
         counts=", ".join(f"{works[use]} pass *{use}*" for use in USES),
         runs="\n".join(runs(list(found.values()))) or "Nothing has run.",
