@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.errors import KVFerryError, Reason, SettingsError
 from kvferry.layout.shard import CacheKind
+from kvferry.models.config import PUBLISHED, TRAINING, published_config
 from kvferry.models.families import BY_HAND, FAMILIES, ModelCaches, caches_of, model_caches
 from kvferry.models.groups import AttentionCache
 
@@ -202,3 +203,27 @@ def test_no_class_makes_a_list_of_millions(tmp_path: Path, fields: dict[str, Any
     text = refused(Reason.UNSUPPORTED, lambda: model_caches(path))
     assert "above 4096" in text
     assert time.monotonic() - began < 1
+
+
+def caches_or_refusal(path: Path) -> object:
+    """Return the caches in bfloat16, or the text of the refusal of a family."""
+    try:
+        return model_caches(path, "bfloat16").layers
+    except SettingsError as error:
+        return str(error) if error.reason is Reason.UNSUPPORTED else error.reason
+
+
+def test_a_public_model_has_the_caches_of_its_configuration() -> None:
+    models = {name: each["model"] for name, each in json.loads((CONFIGS / "sources.json").read_text()).items()}
+    known = {name: model for name, model in models.items() if published_config(model)}
+    for name, model in known.items():
+        assert caches_or_refusal(Path(model)) == caches_or_refusal(CONFIGS / f"{name}.json"), model
+    assert len(known) > 45
+
+
+@pytest.mark.usefixtures("without_transformers")
+def test_public_models_are_read_without_transformers() -> None:
+    models = json.loads(PUBLISHED.read_text())
+    assert Reason.INVALID_SETTING not in map(caches_or_refusal, map(Path, models))
+    names = [TRAINING.sub("", model.lower()).partition("/")[2] for model in models]
+    assert len(set(names)) == len(names), "a name without its owner is that of two models"

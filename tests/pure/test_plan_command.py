@@ -232,6 +232,56 @@ def test_a_plan_says_what_read_the_shapes(tmp_path: Path) -> None:
     assert "shapes of the caches: given by hand" in planned(f"{SHAPE} --tokens 64 --explain")["explanation"]
 
 
+LONG = 2048
+"""Tokens of a request beyond every window below; a multiple of the blocks."""
+
+
+@pytest.mark.parametrize(
+    ("model", "bytes_per_token"),
+    [
+        ("meta-llama/Llama-3.1-8B", 131_072),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", 131_072),
+        ("Llama-3.3-70B", 327_680),
+        ("meta-llama/Llama-3.2-1B-Instruct", 32_768),
+        ("meta-llama/Llama-3.2-3B-Instruct", 114_688),
+        ("Qwen/Qwen3-0.6B", 114_688),
+        ("Qwen/Qwen3-4B-Thinking-2507", 147_456),
+        ("Qwen/Qwen3-14B", 163_840),
+        ("Qwen/Qwen3-235B-A22B-Instruct-2507", 192_512),
+        ("Qwen/Qwen2.5-0.5B-Instruct", 12_288),
+        ("Qwen/Qwen2.5-1.5B-Instruct", 28_672),
+        ("Qwen/Qwen2.5-3B-Instruct", 36_864),
+        ("Qwen/Qwen2.5-14B-Instruct", 196_608),
+        ("Qwen/Qwen2.5-32B-Instruct", 262_144),
+        ("Qwen/Qwen2.5-72B-Instruct", 327_680),
+        ("mistralai/Mixtral-8x7B-v0.1", 131_072),
+        ("deepseek-ai/DeepSeek-V3-0324", 61 * 576 * 2),
+        ("moonshotai/Kimi-K2-Instruct-0905", 61 * 576 * 2),
+        # Of a window the last tokens alone are moved: 128 of a half of the layers, 1024 of five in six, and 16 that a
+        # window which begins within a block reaches into.
+        ("openai/gpt-oss-20b", 2 * 8 * 64 * 2 * (12 + 12 * 128 / LONG)),
+        ("google/gemma-3-4b-it", 2 * 4 * 256 * 2 * (5 + 29 * 1024 / LONG)),
+        ("google/gemma-3-27b-it", 2 * 16 * 128 * 2 * (10 + 52 * 1024 / LONG)),
+    ],
+)
+def test_public_models_have_their_known_bytes_per_token(model: str, bytes_per_token: float) -> None:
+    report = planned(f"--model {model} --tokens {LONG}")
+    assert report["bytes_per_token"] == bytes_per_token
+    assert report["shapes"].startswith("the published ")
+
+
+def test_a_folder_of_that_name_comes_before_the_public_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := tmp_path / "Qwen" / "Qwen3-0.6B").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(GQA))
+    monkeypatch.chdir(tmp_path)
+    assert planned("--model Qwen/Qwen3-0.6B --tokens 64")["shapes"].startswith("LlamaConfig")
+
+
+def test_named_links() -> None:
+    predicted = planned(f"{SHAPE} --tokens 1024 --link 400g --per-descriptor 2")["predicted"]
+    assert predicted == planned(f"{SHAPE} --tokens 1024 --bandwidth 50 --per-descriptor 2")["predicted"]
+
+
 def refusal(arguments: str) -> dict[str, str]:
     """Return the JSON error, once the command without --json has raised the same one."""
     result = invoke(plan, arguments + " --json")
@@ -258,8 +308,12 @@ def refusal(arguments: str) -> dict[str, str]:
         (f"{SHAPE} --prefill pp=37", Reason.INVALID_LAYOUT, "no more stages"),
         (f"{SHAPE} --prefill tp=512,pp=3", Reason.INVALID_SETTING, "At most 1024"),
         (f"{SHAPE} --per-descriptor 2", Reason.INVALID_SETTING, "--bandwidth"),
+        (f"{SHAPE} --link 400 --per-descriptor 2", Reason.INVALID_SETTING, "'400g'"),
+        (f"{SHAPE} --link 400g --bandwidth 50", Reason.INVALID_SETTING, "one of them"),
         ("--layers 2", Reason.INVALID_SETTING, "--model"),
         ("--model /nowhere/config.json", Reason.INVALID_SETTING, "models are not fetched"),
+        ("--model Qwen/Qwen3-9B", Reason.INVALID_SETTING, "Did you mean 'Qwen/Qwen3-"),
+        ("--model deepseek-ai/DeepSeek-V3.2", Reason.UNSUPPORTED, "docs/models.md"),
     ],
 )
 def test_refusals(arguments: str, reason: Reason, hint: str) -> None:

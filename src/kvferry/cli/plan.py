@@ -19,6 +19,7 @@ from kvferry.cli.plan_report import (
     PairReport,
     PlanReport,
     Summary,
+    describe_links,
     make_report,
     name_groups,
     parse_engine,
@@ -58,10 +59,18 @@ def plan(
     prefill: Annotated[str, typer.Option(help=ENGINE_HELP.format("prefill"))] = "tp=1",
     decode: Annotated[str, typer.Option(help=ENGINE_HELP.format("decode"))] = "tp=1",
     blocks: Annotated[Blocks, typer.Option(help="Order of the block ids.")] = Blocks.SCATTERED,
-    model: Annotated[Path | None, typer.Option(help="Hugging Face config.json, or a folder with one.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Hugging Face config.json, a folder with one, or a public model's name: Qwen/Qwen3-0.6B. Not fetched."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of scattered ids and of the choice among replicas.", min=0)] = 0,
     bandwidth: Annotated[
         float | None, typer.Option(help="GB/s (10^9 bytes) of each rank's link; predicts the time.", min=1e-3)
+    ] = None,
+    link_name: Annotated[
+        str | None, typer.Option("--link", help=f"Nominal --bandwidth, one way: {describe_links()}.")
     ] = None,
     per_descriptor: Annotated[
         float | None, typer.Option(help="Microseconds that each descriptor adds at its sender; 0 unless given.", min=0)
@@ -79,12 +88,12 @@ def plan(
 
     kvferry plan --layers 36 --kv-heads 8 --head-size 128 --prefill tp=2,layout=BHLNC --decode tp=1,layout=BHLNC
 
-    kvferry plan --model path/to/config.json --tokens 10240 --prefill tp=4 --decode tp=2,pp=2 --explain
+    kvferry plan --model meta-llama/Llama-3.1-8B --tokens 10240 --prefill tp=4 --decode tp=2,pp=2 --link 400g
     """
     with refused(as_json):
         caches = caches_of(model, layers, kv_heads, head_size, dtype)
         engines = parse_engine("--prefill", prefill, block_size), parse_engine("--decode", decode, block_size)
-        link = parse_link(bandwidth, per_descriptor)
+        link = parse_link(bandwidth, per_descriptor, link_name)
         with progress("planning") as announce:
             report = make_report(caches, *engines, tokens, blocks, seed, link=link, announce=announce)
             announce("explaining")

@@ -36,6 +36,17 @@ RANK_SPACING = 1 << 44
 """Distance of the ranks' invented base addresses, far above the size of any cache."""
 MAX_RANKS = 1024
 MAX_TOKENS = 1 << 26
+LINKS = {
+    "100g": 12.5,
+    "200g": 25.0,
+    "pcie4": 31.5,
+    "400g": 50.0,
+    "pcie5": 63.0,
+    "800g": 100.0,
+    "nvlink4": 450.0,
+    "nvlink5": 900.0,
+}
+"""Nominal GB/s in one direction: of a network port, of 16 PCIe lanes, and of all NVLink lanes of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -492,17 +503,31 @@ def parse_engine(option: str, text: str, block_size: int) -> EngineShape:
     return EngineShape(tp, NamedLayout.parse(values["layout"]), size, pp, stages)
 
 
-def parse_link(bandwidth: float | None, per_descriptor: float | None) -> Link | None:
-    """Return the link of ``bandwidth`` in GB/s and microseconds for each descriptor; None where neither is given.
+def describe_links() -> str:
+    """Return the named links with their GB/s, the fastest last."""
+    return ", ".join(f"{name} {bandwidth:g}" for name, bandwidth in LINKS.items())
 
-    >>> parse_link(25.0, 2.0)
-    Link(bandwidth=25000000000.0, seconds_per_descriptor=2e-06)
+
+def parse_link(bandwidth: float | None, per_descriptor: float | None, name: str | None = None) -> Link | None:
+    """Return the link of a name or of ``bandwidth`` in GB/s, and of microseconds for each descriptor; None for neither.
+
+    Raises :class:`SettingsError` for a name that is unknown or beside ``bandwidth``, and for microseconds alone.
+
+    >>> parse_link(25.0, 2.0) == parse_link(None, 2.0, "200g")
+    True
     """
+    if name is not None and bandwidth is not None:
+        what = f"--link is {name}, --bandwidth is {bandwidth:g}: both say how fast the link is."
+        raise SettingsError(Reason.INVALID_SETTING, what, "Give one of them.")
+    if name is not None and name not in LINKS:
+        raise SettingsError(Reason.INVALID_SETTING, f"--link: {name!r} is unknown.", did_you_mean(name, LINKS))
+    if name is not None:
+        bandwidth = LINKS[name]
     if bandwidth is not None:
         return Link(bandwidth * 1e9, (per_descriptor or 0.0) / 1e6)
     if per_descriptor is not None:
         what = f"--per-descriptor is {per_descriptor:g}, --bandwidth is not given: no time can be predicted."
-        raise SettingsError(Reason.INVALID_SETTING, what, "Give --bandwidth too.")
+        raise SettingsError(Reason.INVALID_SETTING, what, "Give --bandwidth or --link too.")
     return None
 
 

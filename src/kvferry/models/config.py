@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from kvferry.errors import Reason, SettingsError, did_you_mean
+from kvferry.errors import Reason, SettingsError, did_you_mean, nearest
 from kvferry.layout.shard import MAX_LAYERS
 
 MAX_CONFIG_BYTES = 1 << 22
@@ -32,6 +32,10 @@ ITEM_SIZES = {
 }
 """Bytes of one number of each dtype."""
 BY_HAND = "Give --layers, --kv-heads and --head-size in place of --model."
+PUBLISHED = Path(__file__).with_name("published.json")
+"""The fields of public models that shape their caches, by the models' names on the Hugging Face hub."""
+TRAINING = re.compile(r"-(instruct|it|pt|base|chat|thinking|hf)(?=-|$)|-\d{4}$")
+"""Parts of a model's name that say how the model was trained, and not what shape it has."""
 SCHEMES = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Fields by which a quantised model says how its cache is quantised."""
 
@@ -156,6 +160,28 @@ def config_of(fields: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def published_config(name: str) -> ModelConfig | None:
+    """Return the configuration of a public model by its name on the Hugging Face hub; None where kvferry lacks it.
+
+    The owner may be left out, and what a name says of training, such as ``-Instruct``. Nothing is fetched.
+
+    >>> published_config("Llama-3.1-8B-Instruct").origin
+    'the published meta-llama/Llama-3.1-8B'
+    """
+    wanted = TRAINING.sub("", name.lower())
+    for known, fields in _published().items():
+        whole = TRAINING.sub("", known.lower())
+        if wanted in (whole, whole.partition("/")[2]):
+            origin = f"the published {known}"
+            return ModelConfig(fields, frozenset({"model_type"}), origin=origin, missing_class="")
+    return None
+
+
+def _published() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(PUBLISHED.read_text())
+    return found
+
+
 def read_fields(path: Path) -> dict[str, Any]:
     """Return the fields of a file, or of the ``config.json`` of a folder.
 
@@ -165,8 +191,10 @@ def read_fields(path: Path) -> dict[str, Any]:
     path, remedy = path / "config.json" if path.is_dir() else path, "Name the model's config.json."
     try:
         if not path.is_file():
-            remedy = f"Name a config.json, or a folder with one; models are not fetched. {BY_HAND}"
-            refuse(f"{path} is not a file.", remedy)
+            meant = nearest(str(path), _published())
+            hint = f"Did you mean {meant!r}? Else name" if meant else "Name"
+            remedy = f"{hint} a config.json, or a folder with one; models are not fetched. {BY_HAND}"
+            refuse(f"{path} is not a file, and no public model that kvferry knows.", remedy)
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES + 1)
         if len(text) > MAX_CONFIG_BYTES:

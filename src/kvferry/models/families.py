@@ -15,7 +15,7 @@ from typing import Any
 from kvferry.errors import Reason
 from kvferry.layout.shard import MAX_LAYERS
 from kvferry.layout.states import gated_delta_segments, mamba1_segments, mamba2_segments
-from kvferry.models.config import ModelConfig, config_of, item_size, read_fields, refuse
+from kvferry.models.config import ModelConfig, config_of, item_size, published_config, read_fields, refuse
 from kvferry.models.groups import AttentionCache, LayerCache, StateCache
 
 HINTS = re.compile(
@@ -459,14 +459,16 @@ def layer_of(name: str) -> int:
 
 
 def model_caches(path: Path, dtype: str | None = None) -> ModelCaches:
-    """Return the caches of the model of a ``config.json``, or of a folder that holds one.
+    """Return the caches of the model of a ``config.json``, of a folder that holds one, or of a public model's name.
 
     Raises :class:`SettingsError` as :func:`kvferry.models.config.config_of` and
     :func:`kvferry.models.families.layer_caches` do.
     """
-    fields = read_fields(path)
-    refuse_family(fields)
-    config = config_of(fields)
+    config = published_config(path.as_posix())
+    if config is None or path.exists():
+        fields = read_fields(path)
+        refuse_family(fields)
+        config = config_of(fields)
     return ModelCaches(tuple(layer_caches(config, _item_sizes(config, dtype))), config.origin)
 
 
