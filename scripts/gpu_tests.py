@@ -163,6 +163,12 @@ PARTS = (
         ("benchmarks/device_offload.py",),
         _needs_torch,
     ),
+    Part(
+        "decode beside transfers",
+        "the time between tokens of 32 requests while prompts of 7,900 tokens arrive, beside NixlConnector",
+        ("benchmarks/vllm_decode.py",),
+        _needs_pair,
+    ),
     Part("engines", "two vLLM engines share a device: tokens as one engine's", _demo("sequential", 1), _needs_pair),
     Part("engines, concurrent", "the same behind a concurrent router", _demo("concurrent", 1), _needs_pair),
     Part(

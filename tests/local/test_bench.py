@@ -96,7 +96,7 @@ def test_rows_that_do_not_fit_are_left_out_with_the_numbers(tmp_path: Path) -> N
 
 
 def test_where_no_prompt_fits_no_engine_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(bench_module, "_start")
+    monkeypatch.delattr(bench_module, "start_contestants")
     chosen = settings(tmp_path, tokens=(None,), cache_bytes=int(10 * TOKEN_BYTES * 1.25))
     rows = bench_module.run(chosen, "model", tmp_path, lambda _: None).rows
     assert {row.cell for row in rows} == {Cell(0, 1), Cell(0, 8)}
@@ -130,7 +130,7 @@ def test_devices_have_the_names_by_which_the_user_shows_them(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: num_devices)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert bench_module._devices() == expected
+    assert bench_module.visible_devices() == expected
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_each_engine_gets_its_share_of_the_gpus(
         connectors=(KVFERRY, NIXL),
         cache_bytes=1 << 30,
     )
-    bench_module._start(chosen, tmp_path, [], lambda _: None)
+    bench_module.start_contestants(chosen, tmp_path, [], lambda _: None)
     assert [engine.variables["CUDA_VISIBLE_DEVICES"] for engine in engines] == expected
     assert [engine.gpu_memory for engine in engines] == pytest.approx([part] * 4)
     assert "--no-enforce-eager" in engines[0].arguments
@@ -173,11 +173,11 @@ def test_caches_fit_beside_each_other_on_the_fullest_gpu(monkeypatch: pytest.Mon
     torch = SimpleNamespace(cuda=SimpleNamespace(mem_get_info=lambda: (1200, 2000)))
     monkeypatch.setitem(sys.modules, "torch", torch)
     # The first GPU has a rank of each prefill engine, with a quarter of a cache each, and a whole decode engine.
-    assert bench_module._cache_bytes(None, [4, 1, 4, 1], 0, 4) == 400
+    assert bench_module.share_of_memory(None, [4, 1, 4, 1], 0, 4) == 400
 
 
 def test_an_engine_that_needs_more_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_module, "_devices", lambda: ("0", "1"))
+    monkeypatch.setattr(bench_module, "visible_devices", lambda: ("0", "1"))
     found = CliRunner().invoke(app, ["bench", "--decode-tp", "3"])
     assert "--decode-tp 3: an engine would have more ranks than GPUs (0, 1)" in str(found.exception)
 
@@ -199,7 +199,7 @@ def test_what_is_not_installed_is_found_before_an_engine_starts(
         raise KVFerryError(Reason.MISSING_DEPENDENCY, "vLLM is not installed.")
 
     monkeypatch.setattr(bench_module, "installed_version", refuse)
-    monkeypatch.delattr(bench_module, "_start")
+    monkeypatch.delattr(bench_module, "start_contestants")
     with pytest.raises(KVFerryError, match="not installed"):
         bench_module.run(settings(tmp_path), "model", tmp_path, lambda _: None)
 
@@ -494,7 +494,7 @@ def test_a_peer_that_does_not_start_or_answer_has_a_reason_and_is_stopped(
     monkeypatch.setattr(Contestant, "warm_up", warms)
     chosen = settings(tmp_path, connectors=(KVFERRY, MOONCAKE, PUSH, NONE))
     failing = MOONCAKE
-    contestants, problems = bench_module._start(chosen, tmp_path, [], lambda _: None)
+    contestants, problems = bench_module.start_contestants(chosen, tmp_path, [], lambda _: None)
     assert [each.name for each in contestants] == [KVFERRY, NONE]
     assert "do not start" in problems[MOONCAKE]
     assert "240 s" in problems[MOONCAKE]
@@ -503,9 +503,9 @@ def test_a_peer_that_does_not_start_or_answer_has_a_reason_and_is_stopped(
     assert stopped == [f"{name}-{role}" for name in (MOONCAKE, PUSH) for role in ("prefill", "decode")]
     failing = KVFERRY
     with pytest.raises(LaunchError, match="240 s"):
-        bench_module._start(chosen, tmp_path, [], lambda _: None)
+        bench_module.start_contestants(chosen, tmp_path, [], lambda _: None)
     with pytest.raises(LaunchError, match=r"NixlPushConnector: its engines do not answer: .*refused"):
-        bench_module._start(settings(tmp_path, connectors=(PUSH,)), tmp_path, [], lambda _: None)
+        bench_module.start_contestants(settings(tmp_path, connectors=(PUSH,)), tmp_path, [], lambda _: None)
 
 
 def test_an_interrupt_does_not_wait_for_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,7 +518,7 @@ def test_an_interrupt_does_not_wait_for_requests(monkeypatch: pytest.MonkeyPatch
         begun.set()
         ended.append(over.wait(20))
 
-    monkeypatch.setattr(Contestant, "_request", request)
+    monkeypatch.setattr(Contestant, "request", request)
     server = SimpleNamespace(metrics=dict)
     monkeypatch.setattr(Contestant, "_counted", lambda _: {})
     contestant = Contestant(NONE, server, None, 1000, 4)  # type: ignore[arg-type]
@@ -645,7 +645,7 @@ class TestTheCommand:
     def _without_engines(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # which the command changes
-        monkeypatch.setattr(bench_module, "_devices", lambda: ())
+        monkeypatch.setattr(bench_module, "visible_devices", lambda: ())
         monkeypatch.setattr(bench_module, "_model", lambda _, folder: folder)
 
     @staticmethod
@@ -718,7 +718,7 @@ def rows_of(fakes: list[Fake], clock: list[float], seconds: float, turns: int) -
         connectors=(KVFERRY, NIXL), cells=lambda: (CELLS, {}), seconds=seconds, turns=turns, num_engines=4
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_module, "_start", lambda *_: (fakes, {}))
+        patch.setattr(bench_module, "start_contestants", lambda *_: (fakes, {}))
         patch.setattr(bench_module, "_conditions", lambda *_: {})
         patch.setattr(bench_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
         found = bench_module.run(chosen, "model", Path(), lambda _: None)  # type: ignore[arg-type]

@@ -166,7 +166,13 @@ def test_gpu_tests_name_every_part_and_why_it_does_not_run(tmp_path: Path) -> No
     assert "no CUDA driver" in outcomes["obstacle"]
     names = [part["name"] for part in outcomes["parts"]]
     expected = {"trial", "conformance", "cell sums", "graph capture", "offload copies"}
-    expected |= {"offload rate", "engines", "engines, concurrent, two devices", "engines, offload"}
+    expected |= {
+        "offload rate",
+        "decode beside transfers",
+        "engines",
+        "engines, concurrent, two devices",
+        "engines, offload",
+    }
     assert expected <= {*names}
     for part in outcomes["parts"]:
         assert part["outcome"] == "cannot run"

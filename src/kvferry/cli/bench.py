@@ -227,14 +227,14 @@ def bench(
             None if text == LONGEST else _whole(text, "--tokens", SHORTEST) for text in _some(tokens, "--tokens")
         )
         counts = tuple(dict.fromkeys(_whole(text, "--at-once", 1) for text in _some(at_once, "--at-once")))
-        devices = _devices()
+        devices = visible_devices()
         for option, tp_size in (("--prefill-tp", prefill_tp), ("--decode-tp", decode_tp)):
             if devices and tp_size > len(devices):
                 problem = f"{option} {tp_size}: an engine would have more ranks than GPUs ({', '.join(devices)})."
                 raise SettingsError(Reason.INVALID_SETTING, problem, f"Use {len(devices)} at most.")
         sizes = _tp_sizes(connectors, prefill_tp, decode_tp)
         num_tiers = sum(name in OFFLOADING and name != NONE for name in connectors)
-        cache_bytes = _cache_bytes(cache, sizes, TIER * num_tiers, len(devices))
+        cache_bytes = share_of_memory(cache, sizes, TIER * num_tiers, len(devices))
         arguments = _words(engine_arguments)
         with interrupted_by_signals(), folder_for(keep, console) as folder:
             with console.status("making the model") as status:
@@ -281,7 +281,7 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
     }
     found: dict[tuple[str, Cell], list[Turn]] = {(name, cell): [] for cell in cells for name in settings.connectors}
     with running_servers(announce) as servers, ExitStack() as resumed:
-        contestants, problems = _start(settings, folder, servers, announce) if cells else ([], {})
+        contestants, problems = start_contestants(settings, folder, servers, announce) if cells else ([], {})
         for contestant in contestants:
             resumed.callback(contestant.resume)
         is_paused = len(os.sched_getaffinity(0)) < 2 * settings.num_engines
@@ -338,7 +338,7 @@ def run(settings: BenchSettings, model: str, folder: Path, announce: Announce) -
     return BenchReport(tuple(rows[key] for key in order), conditions, settings.connectors[0])
 
 
-def _start(
+def start_contestants(
     settings: BenchSettings, folder: Path, servers: list[Server], announce: Announce
 ) -> tuple[list[Contestant], dict[str, str]]:
     """Start all engines at once; return the contestants that run, and why others do not."""
@@ -447,7 +447,7 @@ def _whole(text: str, option: str, least: int) -> int:
     return int(text)
 
 
-def _devices() -> tuple[str, ...]:
+def visible_devices() -> tuple[str, ...]:
     """Return the CUDA devices that vLLM would use, by the names of CUDA_VISIBLE_DEVICES where that is set; none where
     vLLM is built for CPUs.
     """
@@ -476,7 +476,7 @@ def _ranks_by_device(tp_sizes: Sequence[int], num_devices: int) -> list[list[int
     return [ranks[device::num_devices] for device in range(num_devices)]
 
 
-def _cache_bytes(given: str | None, tp_sizes: Sequence[int], num_tiers: int, num_devices: int) -> int:
+def share_of_memory(given: str | None, tp_sizes: Sequence[int], num_tiers: int, num_devices: int) -> int:
     """Return the bytes of an engine's cache: those given, or its share of half of the memory that is available.
 
     On CPUs ``num_tiers`` more caches are of what is offloaded.

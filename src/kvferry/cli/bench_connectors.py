@@ -170,7 +170,7 @@ class Contestant:
         engine of a small model ends at the first token after a received prompt, unless its connector asks.
         """
         for server in self.servers:
-            self._complete(server, self._prompt(), 2, WARM_UP_SECONDS)
+            self.complete(server, self._prompt(), 2, WARM_UP_SECONDS)
         if self.connector.flow is Flow.BOOTSTRAP:
             self._source = bootstrapped(self.bootstrap_port)
         elif self.connector.flow is Flow.PUSH:
@@ -178,7 +178,7 @@ class Contestant:
             prompt, request_id = self._prompt(), str(uuid.uuid4())
             held = self._hold(prompt, OFFER, request_id, WARM_UP_SECONDS)
             self._source = TO_LOAD | {name: held[name] for name in WHERE_TO_REGISTER if name in held}
-            self._load(prompt, self._source | {"remote_request_id": request_id}, request_id, WARM_UP_SECONDS)
+            self.load(prompt, self._source | {"remote_request_id": request_id}, request_id, WARM_UP_SECONDS)
 
     def turn(self, cell: Cell, seconds: float = REQUEST_SECONDS) -> Turn:
         """Send fresh prompts at once; afterwards, and not measured, the prefill engine answers each of them alone.
@@ -191,7 +191,7 @@ class Contestant:
         with _threads(cell.at_once) as pool:
 
             def answers() -> tuple[tuple[Request, ...], list[list[int]]]:
-                requests, tokens = zip(*pool.map(lambda prompt: self._request(prompt, seconds), prompts), strict=True)
+                requests, tokens = zip(*pool.map(lambda prompt: self.request(prompt, seconds), prompts), strict=True)
                 return requests, list(tokens)
 
             expected = None
@@ -207,7 +207,7 @@ class Contestant:
                 if moved.computed_tokens >= cell.tokens * cell.at_once:
                     problem = f"{self.name}: nothing moved; the decode engine computed all {cell.tokens} tokens itself."
                     raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.")
-                alone = pool.map(lambda each: self._complete(prefill, each, self.output_tokens, seconds), prompts)
+                alone = pool.map(lambda each: self.complete(prefill, each, self.output_tokens, seconds), prompts)
                 expected = [answer["choices"][0]["token_ids"] for answer in alone]
         return Turn(requests, took, moved, sum(map(operator.ne, found, expected or found)))
 
@@ -239,17 +239,17 @@ class Contestant:
         counted = {name: metrics.get(metric, 0.0) for name, metric in self.connector.metrics.items()}
         return counted | {"computed_tokens": computed}
 
-    def _request(self, prompt: Sequence[int], seconds: float) -> tuple[Request, list[int]]:
+    def request(self, prompt: Sequence[int], seconds: float) -> tuple[Request, list[int]]:
         """Send one prompt by the connector's flow; return its times and the decode engine's tokens."""
         request_id = str(uuid.uuid4())
         began_at = decode_at = time.perf_counter()
         match self.connector.flow:
             case Flow.ALONE | Flow.TWICE:
-                answer = self._load(prompt, None, request_id, seconds)
+                answer = self.load(prompt, None, request_id, seconds)
             case Flow.SEQUENTIAL:
                 held = self._hold(prompt, OFFER, request_id, seconds)
                 decode_at = time.perf_counter()
-                answer = self._load(prompt, held, request_id, seconds)
+                answer = self.load(prompt, held, request_id, seconds)
             case Flow.BOOTSTRAP:
                 named = {"transfer_id": request_id}
                 answer = self._at_once(prompt, TO_HOLD | named, self._source | named, request_id, seconds)
@@ -275,14 +275,14 @@ class Contestant:
         with ThreadPoolExecutor(1) as thread:
             prefilled = thread.submit(self._hold, prompt, to_prefill, request_id, seconds)
             try:
-                return self._load(prompt, to_decode, request_id, seconds)
+                return self.load(prompt, to_decode, request_id, seconds)
             finally:
                 prefilled.result()
 
     def _prompt(self) -> list[int]:
         return [int(token) for token in self.generator.integers(0, self.vocabulary_size, WARM_UP_TOKENS)]
 
-    def _complete(self, server: Server, prompt: Sequence[int], max_tokens: int, seconds: float) -> dict[str, Any]:
+    def complete(self, server: Server, prompt: Sequence[int], max_tokens: int, seconds: float) -> dict[str, Any]:
         """Return an engine's answer to a prompt with which no connector has to do."""
         with _post(f"{server.url}{COMPLETIONS}", _body(prompt, max_tokens), str(uuid.uuid4()), seconds) as response:
             return dict(json.load(response))
@@ -300,7 +300,7 @@ class Contestant:
             raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.")
         return dict(held)
 
-    def _load(
+    def load(
         self, prompt: Sequence[int], params: Mapping[str, Any] | None, request_id: str, seconds: float
     ) -> list[tuple[float, int]]:
         """Return the decode engine's tokens, each with the time of its arrival on the clock of ``perf_counter``."""
