@@ -30,8 +30,11 @@ from kvferry.integrations.vllm.facts import (
     MAX_FACTS_BYTES,
     MIDDLEWARE,
     PATH,
+    UCX_PORTS,
     EngineFacts,
+    Port,
     ReadyAnswer,
+    Value,
     signed_now,
 )
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_cached_windows, check_filled_whole
@@ -41,7 +44,7 @@ from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import PairPlan
 from kvferry.transport.cma import check_same_host
 from kvferry.transport.network import interface_of
-from kvferry.transport.protocol import is_on_this_host
+from kvferry.transport.protocol import decode_end_point, is_on_this_host
 from kvferry.transport.registry import in_common, nothing_in_common
 
 PROMPT_TOKENS = 10_000
@@ -64,6 +67,13 @@ ROLE_REASONS = {
     "prefill": "it answers no bootstrap query, and registers with routers as a decode engine",
     "decode": "it registers with routers as a prefill engine",
 }
+
+
+class _Listens(msgspec.Struct):
+    """What of Mooncake's end point says where it listens."""
+
+    host: Value
+    port: Port
 
 
 @dataclass(frozen=True, slots=True)
@@ -532,6 +542,34 @@ def _closed_ports(prefill: Side, decode: Side, seconds: float) -> Iterator[tuple
     if num_untried:
         what = f"{num_untried} ports of ranks were not tried: {seconds:g} s were over."
         yield HandoffError(Reason.DEADLINE_EXCEEDED, what, "Raise --timeout."), False
+
+
+def ports_to_open(prefill: Side, decode: Side, route: Route) -> str:
+    """Return what firewalls must let through for a load, by the end points of both engines.
+
+    NIXL's end points name no ports: the decode engine's facts have the range that UCX takes, where one is set.
+    """
+    to_prefill = {f"{in_url(prefill.facts.reachable_host)}:{port}" for port in prefill.facts.ports}
+    to_prefill |= {f"{in_url(rank.answers_at.host)}:{rank.answers_at.port}" for rank in prefill.ranks}
+    to_decode = {f"{in_url(rank.answers_at.host)}:{rank.answers_at.port}" for rank in decode.ranks}
+    hosts = sorted({in_url(rank.answers_at.host) for rank in decode.ranks})
+    told = f"Open in firewalls, over TCP: from decode to prefill {', '.join(sorted(to_prefill))}; "
+    told += f"from prefill to decode {', '.join(sorted(to_decode))}"
+    for transport in route.transport.split(", "):
+        if transport == "nixl":
+            ports = decode.facts.options.get(UCX_PORTS, "none")
+            told += (
+                f"; for nixl {', '.join(f'{host}:{ports}' for host in hosts)}"
+                if ports != "none"
+                else (f"; for nixl any port of {', '.join(hosts)}, until {UCX_PORTS} of the decode engine limits them")
+            )
+        elif transport == "mooncake":
+            places = set()
+            with suppress(KVFerryError):
+                ends = [decode_end_point(rank.end_points["mooncake"], _Listens, "mooncake") for rank in decode.ranks]
+                places = {f"{in_url(end.host)}:{end.port}" for end in ends}
+            told += f"; for mooncake {', '.join(sorted(places) or hosts)}, and MC_MIN_RPC_PORT to MC_MAX_RPC_PORT there"
+    return f"{told}."
 
 
 def _addresses_to_try(side: Side, host: str, port: int) -> list[str]:

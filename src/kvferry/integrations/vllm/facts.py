@@ -5,6 +5,7 @@ by a signature of the time that he has a trusted key, another one to processes o
 the rest: they know their peers by TLS.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterable, Mapping
@@ -52,6 +53,8 @@ OPTIONS = {
 DRAFT = "--speculative-config"
 _DRAFT_FIELDS = ("method", "model", "num_speculative_tokens")
 SETTINGS = ("model_id", "integrity", "transport")
+UCX_PORTS = "UCX_TCP_PORT_RANGE"
+"""The variable that limits NIXL's ports."""
 MAX_VALUE_LENGTH = 512
 Value = Annotated[str, msgspec.Meta(max_length=MAX_VALUE_LENGTH)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -126,7 +129,7 @@ def local_ranks(parallel: Any) -> range:
 
 
 def options_of(vllm_config: Any, settings: Settings) -> dict[str, str]:
-    """Return the options that decide what moves, in words. An option that this vLLM does not have is left out."""
+    """Return the options that decide what moves and where, in words, but no option that this vLLM lacks."""
     found = {
         option: getattr(part, name)
         for option, (config, name) in OPTIONS.items()
@@ -135,6 +138,7 @@ def options_of(vllm_config: Any, settings: Settings) -> dict[str, str]:
     drafting = getattr(vllm_config, "speculative_config", None)
     found[DRAFT] = drafting and ", ".join(f"{name} {getattr(drafting, name, None)}" for name in _DRAFT_FIELDS)
     named = {option: "none" if value is None else str(value).removeprefix("torch.") for option, value in found.items()}
+    named[UCX_PORTS] = os.environ.get(UCX_PORTS, "none")
     named |= {name: str(value) if (value := getattr(settings, name)) else "none" for name in SETTINGS}
     return {option: printable(value)[:MAX_VALUE_LENGTH] for option, value in named.items()}
 
