@@ -26,12 +26,14 @@ from typing import Any
 import yaml
 from prometheus_client import Counter, Gauge, Histogram, start_http_server
 
+from kvferry.cli.transfer_records import PHASES
 from kvferry.errors import Reason
 from kvferry.handoff.holds import UNRELEASED
 from kvferry.integrations.vllm.offload_step import TIERS, ComputedCause, OffloadMetrics
 from kvferry.integrations.vllm.request_checks import REFUSALS, refused_requests
 from kvferry.integrations.vllm.worker.records import Cause, PrometheusMetrics
 from kvferry.tiers.load_rule import Because, Choice
+from kvferry.transport.registry import FACTORIES
 
 DEPLOY = Path(__file__).absolute().parent.parent / "docs" / "deploy"
 CONFIG, RULES, CASES = (
@@ -47,6 +49,8 @@ LABELS: dict[str, Iterable[str]] = {
     "direction": ("load", "store", "up", "down"),
     "choice": Choice,
     "because": Because,
+    "phase": PHASES,
+    "transport": FACTORIES,
 }
 VARIABLES = {"$job": ".*", "$instance": ".*", "$__rate_interval": "30s"}
 SCRAPES = 6

@@ -1,6 +1,7 @@
 """Statistics of both roles: what vLLM's own classes make of them, and what Prometheus shows."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,3 +102,21 @@ def test_both_connectors_of_an_engine_can_have_metrics() -> None:
     assert registry.get_sample_value("kvferry:transfer_bytes_sum", {"engine": "0"}) == 4_000_000
     failed = {"engine": "0", "reason": "transfer-failed"}
     assert registry.get_sample_value("kvferry:failed_loads_total", failed) == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "label"), [("nixl", "nixl"), ("", "none"), ("cma,nixl", "several"), ("x,y,z", "several")]
+)
+def test_a_peer_chooses_no_label_of_a_phase(named: str, label: str) -> None:
+    registry = CollectorRegistry()
+    transfers = Statistics()
+    transfers.record(replace(LOAD, transport=named, compare_seconds=0.002, phases={"move": 0.25, "announce": -1e-6}))
+    metrics(PrometheusMetrics, registry).observe(transfers.to_dict())
+    sums = {
+        phase: registry.get_sample_value(
+            "kvferry:phase_seconds_sum", {"engine": "0", "phase": phase, "transport": label}
+        )
+        for phase in ("move", "announce", "find")
+    }
+    assert sums == {"move": 0.25, "announce": 0.0, "find": None}
+    assert registry.get_sample_value("kvferry:compare_seconds_sum", {"engine": "0"}) == 0.002

@@ -329,6 +329,10 @@ def test_llm_d_2368_both_engines_log_a_line_per_request_and_rank_and_the_sender_
     assert list(line["phases"]) == ["find", "announce", "post", "move", "confirm", "next_step"]
     assert sum(line["phases"].values()) - line["phases"]["next_step"] == pytest.approx(line["wait_seconds"])
     assert line["phases"]["next_step"] > 0
+    assert line["transport"] == "cma"
+    statistics = workers.receiver.take_statistics().data
+    assert statistics["phase_seconds"] == {f"{phase},cma": [seconds] for phase, seconds in line["phases"].items()}
+    assert statistics["compare_seconds"] == [line["compare_seconds"]]
     for tp_rank in (0, 1):
         step, sent = sorted(lines(workers.folder / f"p.rank{tp_rank}"), key=lambda line: "write" in line)
         [batch] = sent["events"]["batches"]

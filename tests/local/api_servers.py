@@ -34,6 +34,8 @@ OPTIONS = {
     "integrity": "auto",
 }
 NUM_TOKENS = 64
+PHASES = {"find": 0.008, "announce": 0.002, "post": 0.001, "move": 0.005, "confirm": 0.004, "next_step": 0.003}
+"""Seconds. All but the last are the wait for a load."""
 ROUTER_SECONDS = 0.03
 """More than the engines say that they spend on two prompts."""
 Reply = tuple[int, Any]
@@ -106,7 +108,7 @@ class EngineInProcess(ApiServer):
         self.ready = ReadyAnswer(ready=True)
         self.counts = {"success": 0, "loads": 0, "received": 0}
         self.failures: dict[str, int] = {}
-        self.loads = True
+        self.loads, self.transport = True, "cma"
         self.replies = {
             "/ready": self._say_ready,
             "/version": lambda *_: (200, {"version": "0.32.0"}),
@@ -172,8 +174,12 @@ class EngineInProcess(ApiServer):
                 ("transfer_bytes", 4096),
                 ("transfer_descriptors", 4),
                 ("compared_bytes", 256),
+                ("compare_seconds", 0.0005),
+                *((f"phase_seconds:{phase}", each) for phase, each in PHASES.items()),
             ):
-                lines += [f"kvferry:{name}_sum {each * loads}", f"kvferry:{name}_count {loads}"]
+                name, _, phase = name.partition(":")
+                labels = f'{{phase="{phase}",transport="{self.transport}"}}' if phase else ""
+                lines += [f"kvferry:{name}_sum{labels} {each * loads}", f"kvferry:{name}_count{labels} {loads}"]
         for name in ("queue", "prefill"):
             success = self.counts["success"]
             lines += [f"vllm:request_{name}_time_seconds_sum {0.004 * success}"]

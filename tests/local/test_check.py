@@ -30,7 +30,7 @@ from kvferry.transport.nixl import NixlEndPoint, TcpPorts
 from kvferry.transport.protocol import own_identity
 
 from ..support.dense import shard_for
-from .api_servers import OPTIONS, ApiServer, EngineInProcess, RouterInProcess
+from .api_servers import OPTIONS, PHASES, ApiServer, EngineInProcess, RouterInProcess
 from .engines_in_process import IDENTITY, DecodeRank
 
 ELSEWHERE = msgspec.structs.replace(own_identity(), boot_id="another host")
@@ -131,25 +131,27 @@ def test_a_pair_that_works_is_told_what_a_long_prompt_takes_and_where_the_time_o
     assert (sent["received_tokens"], sent["bytes"], sent["descriptors"]) == (64, 4096, 4)
     times = {(row["where"], row["what"]): row["milliseconds"] for row in sent["times"]}
     assert times["decode", "wait for the cache"] == pytest.approx(20)
-    assert times["decode", "first to last byte"] == pytest.approx(5)
-    assert times["decode", "handshake and plan (first load only), announcement, comparison"] == pytest.approx(15)
+    assert times["decode", "comparing digests"] == pytest.approx(0.5)
+    phases = {row["phase"]: (row["transport"], row["milliseconds"]) for row in sent["times"] if row["phase"]}
+    assert phases == {phase: ("cma", pytest.approx(1e3 * seconds)) for phase, seconds in PHASES.items()}
+    assert list(phases) == list(PHASES)
+    assert sent["transports"] == ["cma"]
     assert times["prefill", "prompt computed"] == pytest.approx(4)
     assert times["prefill", "HTTP request"] > 0
     assert prefill.released == [], "the decode engine releases what it has loaded"
 
 
-def test_the_table_says_the_same_and_what_cannot_be_known(pair: Pair) -> None:
-    code, printed = pair.run(pair.prefill(), pair.decode())
+def test_the_table_says_the_same(pair: Pair) -> None:
+    decode = pair.decode()
+    decode.transport = "nixl"
+    code, printed = pair.run(pair.prefill(), decode)
     assert code == check.WORKS
-    for words in (
-        "625 descriptors",
-        "over cma",
-        "wait for the cache",
-        "20.0",
-        "Not known from here",
-        "compare_seconds",
-    ):
+    for words in ("625 descriptors", "over cma", "wait for the cache", "20.0"):
         assert words in printed
+    for phase, seconds in PHASES.items():
+        [line] = [line for line in printed.splitlines() if f" {phase}: " in line]
+        assert line.split()[-3:-1] == ["│", f"{1e3 * seconds:.1f}"], line
+        assert "nixl" in line
 
 
 def test_without_a_prompt_no_completion_is_asked_for(pair: Pair) -> None:
@@ -616,6 +618,63 @@ class TestOnePrompt:
         assert "kvferry-check-" in problem["remedy"]
         assert prefill.released == ["cmpl-1"]
 
+    @pytest.mark.parametrize("loads", [True, False])
+    def test_a_late_answer_names_the_ports_between_the_engines_unless_the_cache_has_come(
+        self, loads: bool, pair: Pair
+    ) -> None:
+        listening = pair.opened(socket.create_server(("127.0.0.1", 0)))
+        ports = TcpPorts((listening.getsockname(),), "23700-23799")
+        nixl = NixlEndPoint("nixl", 1, "decode", b"metadata", [], 4096, bytes(16), tcp_ports=ports)
+        decode = pair.decode(entry={"end_points": {"nixl": msgspec.msgpack.encode(nixl)}})
+        prefill, over = pair.prefill(), threading.Event()
+        answer = decode.replies["/v1/completions"]
+
+        def late(*given: Any) -> tuple[int, Any]:
+            if loads:
+                answer(*given)
+            over.wait(30)
+            return 200, {}
+
+        decode.replies["/v1/completions"] = late
+        [problem] = pair.problems(prefill, decode, "--timeout", "3")
+        over.set()
+        assert problem["reason"] == "deadline-exceeded"
+        assert "within 3 s" in problem["message"]
+        assert ("loaded the cache" in problem["message"]) == loads
+        told = (
+            f"from decode to prefill 127.0.0.1:{prefill.listener.port}; "
+            f"from prefill to decode 127.0.0.1:{decode.listener.port}; for nixl 127.0.0.1:23700-23799."
+        )
+        assert (told in problem["remedy"]) == (not loads), problem
+        assert prefill.released == ["cmpl-1"]
+
+    @pytest.mark.parametrize("is_error", [True, False], ids=["a failed request", "a computed prompt"])
+    @pytest.mark.parametrize(
+        ("end_point", "told"),
+        [
+            ({"mooncake": msgspec.msgpack.encode({"host": "10.0.0.7", "port": 15003})}, "for mooncake 10.0.0.7:15003"),
+            ({"mooncake": b"no end point"}, "for mooncake 127.0.0.1, and MC_MIN_RPC_PORT"),
+            ({"nixl": b""}, "for nixl any port of 127.0.0.1."),
+        ],
+        ids=["mooncake", "an unreadable end point", "nixl"],
+    )
+    def test_a_load_that_fails_as_behind_a_firewall_names_the_ports(
+        self, end_point: dict[str, bytes], told: str, is_error: bool, pair: Pair
+    ) -> None:
+        prefill, decode = (make(entry={"end_points": end_point}) for make in (pair.prefill, pair.decode))
+        decode.loads = False
+        answer = decode.replies["/v1/completions"]
+
+        def fail(*given: Any) -> tuple[int, Any]:
+            decode.failures["transfer-failed"] = 1
+            _, computed = answer(*given)
+            return (500, {"error": {"message": "no."}}) if is_error else (200, computed)
+
+        decode.replies["/v1/completions"] = fail
+        [problem] = pair.problems(prefill, decode)
+        assert problem["reason"] == "transfer-failed"
+        assert told in problem["remedy"]
+
     def test_a_decode_engine_that_computes_the_prompt_itself(self, pair: Pair) -> None:
         decode = pair.decode()
         decode.loads = False
@@ -634,6 +693,7 @@ class TestOnePrompt:
         decode.replies["/v1/completions"] = recompute
         [problem] = pair.problems(pair.prefill(), decode)
         assert problem["reason"] == "integrity-mismatch"
+        assert "firewall" not in problem["remedy"]
 
     def test_without_metrics_it_is_said_that_nothing_can_be_known(self, pair: Pair) -> None:
         prefill, decode = pair.prefill(), pair.decode()
@@ -658,6 +718,8 @@ class TestOnePrompt:
         _, found = pair.report(pair.prefill(), decode)
         times = {row["what"]: row["milliseconds"] for row in found["prompts"][0]["times"] if row["where"] == "decode"}
         assert times["wait for the cache"] is None
+        phases = [row["milliseconds"] for row in found["prompts"][0]["times"] if row["phase"]]
+        assert phases == [None] * len(PHASES)
         assert "1 loads of others" in found["prompts"][0]["unknown"][0]
 
     def test_a_load_that_fails_beside_the_prompt_may_be_the_prompt_s(self, pair: Pair) -> None:

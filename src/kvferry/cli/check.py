@@ -11,7 +11,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.cli.check_pair import Problem, Route, Server, Side, Verdict, ask_engine, judge, options_named
+from kvferry.cli.check_pair import (
+    Problem,
+    Route,
+    Server,
+    Side,
+    Verdict,
+    ask_engine,
+    judge,
+    options_named,
+    ports_to_open,
+)
 from kvferry.cli.check_prompt import Prompts, Sent, TimeRow
 from kvferry.cli.console import AsJson, open_console, progress, refused
 from kvferry.errors import KVFerryError
@@ -21,10 +31,6 @@ from kvferry.units import format_bytes
 
 WORKS, CANNOT_WORK, CANNOT_ASK, INTERRUPTED = 0, 1, 2, 130
 NAMES = ("prefill engine", "decode engine")
-NOT_KNOWN = (
-    "Which transport moves: the prefill engine's log names it ('using the ... transport').",
-    "How long the comparison of digests takes: compare_seconds in the decode engine's transfer_log.",
-)
 
 
 @dataclass(slots=True)
@@ -127,7 +133,8 @@ def _ask(report: Report, urls: Sequence[str], keys: Keys | None, seconds: float)
 
 def _send(report: Report, routers: Sequence[Server], prompts: Prompts) -> None:
     prefill, decode = report.sides
-    report.sent.append(prompts.send(prefill, decode))
+    route = report.verdict.route
+    report.sent.append(prompts.send(prefill, decode, "" if route is None else ports_to_open(prefill, decode, route)))
     for router in routers if not report.sent[0].problems else ():
         report.sent.append(prompts.send_through(router, prefill, decode))
 
@@ -162,7 +169,6 @@ def print_report(report: Report, console: Console) -> None:
         if sent.rows:
             console.print(_times(sent))
     unknown = [*report.verdict.notes, *(line for sent in report.sent for line in sent.unknown)]
-    unknown += NOT_KNOWN if report.sent and not report.problems else ()
     for line in dict.fromkeys(unknown):
         _say(console, f"Not known from here: {line}", "yellow")
     if not report.unasked:
@@ -211,9 +217,10 @@ def _times(sent: Sent) -> Table:
     table = Table(title=f"One prompt {'through the router' if sent.through else 'through both engines'}")
     table.add_column("where")
     table.add_column("what")
+    table.add_column("over")
     table.add_column("ms", justify="right")
     for row in sent.rows:
-        table.add_row(row.where, f"{'  ' * row.depth}{row.what}", _milliseconds(row))
+        table.add_row(row.where, f"{'  ' * row.depth}{row.what}", row.transport, _milliseconds(row))
     if sent.num_bytes is not None and sent.compared_bytes is not None:
         table.caption = (
             f"{sent.received_tokens} tokens received, {format_bytes(sent.num_bytes)} in "

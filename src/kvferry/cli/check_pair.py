@@ -31,7 +31,9 @@ from kvferry.integrations.vllm.facts import (
     MIDDLEWARE,
     PATH,
     EngineFacts,
+    Port,
     ReadyAnswer,
+    Value,
     signed_now,
 )
 from kvferry.integrations.vllm.scheduler.blocks import GroupShape, check_cached_windows, check_filled_whole
@@ -41,7 +43,7 @@ from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import PairPlan
 from kvferry.transport.cma import check_same_host
 from kvferry.transport.network import interface_of, rdma_devices
-from kvferry.transport.nixl import NixlEndPoint
+from kvferry.transport.nixl import NO_PORTS, NixlEndPoint, TcpPorts
 from kvferry.transport.protocol import decode_end_point, is_on_this_host
 from kvferry.transport.registry import in_common, nothing_in_common
 
@@ -65,6 +67,13 @@ ROLE_REASONS = {
     "prefill": "it answers no bootstrap query, and registers with routers as a decode engine",
     "decode": "it registers with routers as a prefill engine",
 }
+
+
+class _Listens(msgspec.Struct):
+    """What of Mooncake's end point says where it listens."""
+
+    host: Value
+    port: Port
 
 
 @dataclass(frozen=True, slots=True)
@@ -547,10 +556,17 @@ def _ways_of_data(prefill: Side, decode: Side) -> Iterator[tuple[list[tuple[str,
     other way: it may have one over RDMA.
     """
     is_certain = prefill.is_on_this_host and not rdma_devices()
+    for ports in _nixl_ports(decode):
+        yield list(ports.places), ports.remedy(), is_certain
+
+
+def _nixl_ports(decode: Side) -> Iterator[TcpPorts]:
+    """Yield where each rank's NIXL listens: nowhere by a malformed end point, of which the prefill engine says so."""
     for rank in decode.ranks:
-        with suppress(TransportError):  # malformed, which the prefill engine says
-            ports = decode_end_point(rank.end_points.get("nixl", b""), NixlEndPoint, "nixl").tcp_ports
-            yield list(ports.places), ports.remedy(), is_certain
+        found = NO_PORTS
+        with suppress(TransportError):
+            found = decode_end_point(rank.end_points.get("nixl", b""), NixlEndPoint, "nixl").tcp_ports
+        yield found
 
 
 def _one_connects(side: Side, places: Sequence[tuple[str, int]], until: float) -> bool:
@@ -562,6 +578,31 @@ def _one_connects(side: Side, places: Sequence[tuple[str, int]], until: float) -
         except (OSError, KVFerryError) as error:
             refused = error
     raise refused or OSError("there is no place")
+
+
+def ports_to_open(prefill: Side, decode: Side, route: Route) -> str:
+    """Return what firewalls must let through for a load, by the end points of both engines."""
+    to_prefill = {f"{in_url(prefill.facts.reachable_host)}:{port}" for port in prefill.facts.ports}
+    to_prefill |= {f"{in_url(rank.answers_at.host)}:{rank.answers_at.port}" for rank in prefill.ranks}
+    to_decode = {f"{in_url(rank.answers_at.host)}:{rank.answers_at.port}" for rank in decode.ranks}
+    hosts = sorted({in_url(rank.answers_at.host) for rank in decode.ranks})
+    told = f"Open in firewalls, over TCP: from decode to prefill {', '.join(sorted(to_prefill))}; "
+    told += f"from prefill to decode {', '.join(sorted(to_decode))}"
+    for transport in route.transport.split(", "):
+        if transport == "nixl":
+            places = {
+                f"{in_url(host)}:{ports.port_range or port}"
+                for ports in _nixl_ports(decode)
+                for host, port in ports.places
+            }
+            told += f"; for nixl {', '.join(sorted(places)) or 'any port of ' + ', '.join(hosts)}"
+        elif transport == "mooncake":
+            places = set()
+            with suppress(KVFerryError):
+                ends = [decode_end_point(rank.end_points["mooncake"], _Listens, "mooncake") for rank in decode.ranks]
+                places = {f"{in_url(end.host)}:{end.port}" for end in ends}
+            told += f"; for mooncake {', '.join(sorted(places) or hosts)}, and MC_MIN_RPC_PORT to MC_MAX_RPC_PORT there"
+    return f"{told}."
 
 
 def _addresses_to_try(side: Side, host: str, port: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -27,9 +28,18 @@ MAX_METRICS_BYTES = 32 << 20
 METRICS_SECONDS = 5.0
 """How long an engine takes to count a request that it has answered."""
 POLL_SECONDS = 0.1
+LABEL = re.compile(r'(\w+)="(\w+)"')
 MAX_TEXT = 600
 QUEUE, COMPUTE = "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds"
-WAIT, TRANSFER = "kvferry:wait_seconds", "kvferry:transfer_seconds"
+WAIT, COMPARE, PHASE = "kvferry:wait_seconds", "kvferry:compare_seconds", "kvferry:phase_seconds"
+PHASE_TEXTS = {
+    "find": "handshake, introduction, plan",
+    "announce": "to the source and back",
+    "post": "until the source has the prompt, and between batches",
+    "move": "first to last byte",
+    "confirm": "digests, the source's report",
+    "next_step": "until the engine takes the blocks",
+}
 LOADS, FAILED_LOADS, SUCCESSES = "kvferry:loads_total", "kvferry:failed_loads_total", "vllm:request_success_total"
 RECEIVED = 'vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}'
 STATUS_REASONS = {
@@ -38,6 +48,13 @@ STATUS_REASONS = {
     403: Reason.PERMISSION_DENIED,
     404: Reason.INVALID_REQUEST,
 }
+DATA_WAY_REASONS = {
+    Reason.PEER_UNREACHABLE,
+    Reason.TRANSPORT_UNAVAILABLE,
+    Reason.TRANSFER_FAILED,
+    Reason.DEADLINE_EXCEEDED,
+}
+"""Why a load fails where a firewall closes a port between two engines."""
 NO_LOGS = "What the {} did with the prompt, and when: it has no metrics (--disable-log-stats)."
 
 
@@ -54,12 +71,16 @@ class _Params(msgspec.Struct):
 
 
 class TimeRow(NamedTuple):
-    """A part of the time of a request: ``milliseconds`` is None where it cannot be known; ``depth`` indents."""
+    """A part of the time of a request: ``milliseconds`` is None where it cannot be known; ``depth`` indents. The row of
+    a ``phase`` of a load has the ``transport`` that moved the bytes.
+    """
 
     where: str
     what: str
     milliseconds: float | None
     depth: int = 0
+    phase: str = ""
+    transport: str = ""
 
 
 @dataclass(slots=True)
@@ -75,6 +96,11 @@ class Sent:
     descriptors: int | None = None
     compared_bytes: int | None = None
 
+    @property
+    def transports(self) -> list[str]:
+        """What moved the bytes: one transport, or one for each kind of ranks; empty where that is not known."""
+        return sorted({row.transport for row in self.rows if row.transport})
+
     def as_json(self) -> dict[str, Any]:
         """Return what is known, and the times, as JSON values."""
         found = {
@@ -84,6 +110,7 @@ class Sent:
             "bytes": self.num_bytes,
             "descriptors": self.descriptors,
             "compared_bytes": self.compared_bytes,
+            "transports": self.transports,
         }
         return {**found, "times": [row._asdict() for row in self.rows], "unknown": self.unknown}
 
@@ -131,6 +158,17 @@ class Counted:
             return None
         return 1e3 * self.added(f"{name}_sum") / count
 
+    def by_phase(self, count: int) -> list[tuple[str, str, float]]:
+        """Return each phase, its transport and mean milliseconds, unless ``count`` loads were added."""
+        found = []
+        for key, seconds in self._after.items():
+            labels = dict(LABEL.findall(key)) if key.startswith(f"{PHASE}_sum{{") else {}
+            name = key.replace("_sum{", "_count{", 1)
+            if labels.keys() == {"phase", "transport"} and self.added(name):
+                seconds -= self._before.get(key, 0.0)
+                found.append((labels["phase"], labels["transport"], 1e3 * seconds / self.added(name)))
+        return found if round(self.added(f"{WAIT}_count")) == count else []
+
     def total(self, name: str) -> int | None:
         """Return the sum of the values that were added to a histogram."""
         return round(self.added(f"{name}_sum")) if self.is_known else None
@@ -153,8 +191,11 @@ class Prompts:
         self._seconds = seconds
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def send(self, prefill: Side, decode: Side) -> Sent:
-        """Send a prompt as a sequential router does. A hold that is not loaded is released, however this ends."""
+    def send(self, prefill: Side, decode: Side, open_ports: str = "") -> Sent:
+        """Send a prompt as a sequential router does. A hold that is not loaded is released, however this ends.
+
+        ``open_ports`` tells what to open in firewalls between the engines; a load that fails as behind one says it.
+        """
         sent = Sent("")
         params: Any = None
         try:
@@ -173,9 +214,17 @@ class Prompts:
             counted[0].take(time.monotonic() + METRICS_SECONDS)
             sent.rows += _prefill_rows(counted[0], 1e3 * seconds)
             body = {"prompt": prompt, "kv_transfer_params": params}
-            seconds, answer = self._post(decode.server, request_id, {"model": models[1], **body})
+            try:
+                seconds, answer = self._post(decode.server, request_id, {"model": models[1], **body})
+            except HandoffError as error:
+                if not isinstance(error.__cause__, TimeoutError):
+                    raise
+                raise _late(counted[1], self._seconds, request_id, open_ports) from error
             counted[1].take(time.monotonic() + METRICS_SECONDS, len(decode.ranks))
-            _answered(decode.server, answer, request_id, counted[1].reasons())
+            try:
+                _answered(decode.server, answer, request_id, counted[1].reasons())
+            except HandoffError as error:
+                raise _with_ports(error, open_ports) from error
             params = None
         except KVFerryError as error:
             sent.problems.append(error)
@@ -185,6 +234,7 @@ class Prompts:
                 with suppress(KVFerryError):
                     release(prefill, params)
         self._note_load(sent, counted[1], 1e3 * seconds, request_id)
+        sent.problems = [_with_ports(error, open_ports) for error in sent.problems]
         return sent
 
     def send_through(self, router: Server, prefill: Side, decode: Side) -> Sent:
@@ -296,6 +346,27 @@ def _answered(server: Server, answer: HttpAnswer, request_id: str = "", reasons:
     )
 
 
+def _late(decode: Counted, seconds: float, request_id: str, open_ports: str) -> HandoffError:
+    """Return the error of a decode engine that has not answered in time."""
+    with suppress(KVFerryError):
+        decode.take(time.monotonic())
+    has_loaded = decode.added(LOADS) >= len(decode.side.ranks)
+    error = HandoffError(
+        Reason.DEADLINE_EXCEEDED,
+        f"the decode engine at {decode.side.server.url} has not answered the prompt within {seconds:g} s"
+        f"{', though it has loaded the cache' if has_loaded else ''}.",
+        f"Look for {request_id} in its log, or raise --timeout.",
+    )
+    return error if has_loaded else _with_ports(error, open_ports)
+
+
+def _with_ports(error: KVFerryError, open_ports: str) -> KVFerryError:
+    """Return the error of a load, with the ports to open where a firewall may be the cause."""
+    if error.reason not in DATA_WAY_REASONS or not open_ports:
+        return error
+    return HandoffError(error.reason, error.message, f"{error.remedy} {open_ports}")
+
+
 def _not_loaded(request_id: str, reasons: list[str]) -> HandoffError:
     """Return the error of a decode engine that has answered without the prefill engine's cache."""
     code = next((Reason(code) for code in reasons if code in set(Reason)), None)
@@ -346,16 +417,19 @@ def _prefill_rows(counted: Counted, milliseconds: float | None) -> list[TimeRow]
 
 def _decode_rows(counted: Counted, milliseconds: float | None, num_ranks: int) -> list[TimeRow]:
     queue, compute = counted.milliseconds(QUEUE), counted.milliseconds(COMPUTE)
-    wait, transfer = counted.milliseconds(WAIT, num_ranks), counted.milliseconds(TRANSFER, num_ranks)
     rows = [] if milliseconds is None else [TimeRow("decode", "HTTP request", milliseconds)]
     rows += [
         TimeRow("decode", "in the queue, the wait for the cache included", queue, 1),
-        TimeRow("decode", "wait for the cache", wait, 2),
-        TimeRow("decode", "first to last byte", transfer, 3),
+        TimeRow("decode", "wait for the cache", counted.milliseconds(WAIT, num_ranks), 2),
     ]
-    if wait is not None and transfer is not None:
-        told = "handshake and plan (first load only), announcement, comparison"
-        rows.append(TimeRow("decode", told, max(wait - transfer, 0.0), 3))
+    times: dict[str, list[tuple[str, float | None]]] = {phase: [] for phase in PHASE_TEXTS}
+    for phase, transport, each in counted.by_phase(num_ranks):
+        times.get(phase, []).append((transport, each))
+    for phase, text in PHASE_TEXTS.items():
+        for transport, each in times[phase] or [("", None)]:
+            rows.append(TimeRow("decode", f"{phase}: {text}", each, 2 if phase == "next_step" else 3, phase, transport))
+        if phase == "confirm":
+            rows.append(TimeRow("decode", "comparing digests", counted.milliseconds(COMPARE, num_ranks), 4))
     rows.append(TimeRow("decode", "last token computed", compute, 1))
     return [*rows, *_rest("decode", milliseconds, queue, compute)]
 

@@ -513,6 +513,7 @@ class AwaitedLoad:
     def result(self, finished_at: float) -> JobResult:
         """Return how the load ended, with bytes and seconds of its sources' reports. Its wait includes the prefill."""
         committed = list(self._written.values()) if self.error is None else []
+        phases = self._phases(finished_at) if self.error is None else None
         return JobResult(
             job_id=self.job_id,
             error=self.error,
@@ -524,7 +525,9 @@ class AwaitedLoad:
             transfer_seconds=max((event.seconds.move for event in committed), default=0.0),
             num_compared_bytes=self._num_compared_bytes,
             compare_seconds=self._compare_seconds,
-            events=self._events(finished_at) if self._announcer.keeps_events else None,
+            finished_at=finished_at,
+            phases=phases,
+            events=self._events(finished_at, phases) if self._announcer.keeps_events else None,
         )
 
     def fenced(self, error: KVFerryError) -> None:
@@ -580,7 +583,7 @@ class AwaitedLoad:
             # Another fence would close other memory than the source was told of.
             self.fenced(_fenced(where))
 
-    def _events(self, finished_at: float) -> dict[str, Any]:
+    def _events(self, finished_at: float, phases: dict[str, float] | None) -> dict[str, Any]:
         """Return when each source, by index, got its announcement and reported "done", the time of the commit, and the
         seconds of each phase.
         """
@@ -592,7 +595,7 @@ class AwaitedLoad:
             "announced_at": {str(index): announced_at for index, announced_at in self._announced_at.items()},
             "done_at": {str(index): done_at for index, done_at in self._done_at.items()},
             "committed_at": finished_at if self.error is None else None,
-            "phases": self._phases(finished_at) if self.error is None else None,
+            "phases": phases,
         }
 
     def _phases(self, committed_at: float) -> dict[str, float]:

@@ -73,6 +73,10 @@ class JobResult:
     wait_seconds: float = 0.0
     transfer_seconds: float = 0.0
     compare_seconds: float = 0.0
+    finished_at: float = 0.0
+    """On the monotonic clock."""
+    phases: Mapping[str, float] | None = None
+    """Seconds of each phase of a committed load, by the phase's name; None of other jobs."""
     events: Mapping[str, Any] | None = None
     """Events of a write or a load, ready for JSON; None unless the settings ask for them."""
 

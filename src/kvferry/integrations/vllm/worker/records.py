@@ -1,6 +1,5 @@
 """A worker's records of its jobs: metrics for vLLM's log line and Prometheus, and a log with a line for each job."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +16,7 @@ from kvferry.handoff.holds import UNRELEASED
 from kvferry.integrations.vllm.failed_loads import FAILED, MAX_FAILED
 from kvferry.integrations.vllm.step import PromptLoad
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.transport.registry import FACTORIES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -189,6 +189,14 @@ def _separate(metric: Metric, labels: str) -> list[str]:
     return labels.split(",") if metric.labels else []
 
 
+def _transport_label(named: str) -> str:
+    """Return the transport that moved a load, "none" where nothing had to move, else "several".
+
+    Peers name the transport: another name would be a label, and so a series, of their choice.
+    """
+    return named if named in FACTORIES else "several" if named else "none"
+
+
 class Cause(StrEnum):
     """Why an engine computes what a load should have brought: the load failed; the hold had ended before the load was
     ordered; the adapter's weights are not known, or are others; the request to a decode engine names no prefill engine.
@@ -216,6 +224,15 @@ class Statistics(Observations):
         "descriptors": Metric("kvferry:transfer_descriptors", "Descriptors of a load on a rank.", buckets=COUNTS),
         "compared_bytes": Metric(
             "kvferry:compared_bytes", "Bytes of a load on a rank whose digests were compared.", buckets=BYTES
+        ),
+        "compare_seconds": Metric(
+            "kvferry:compare_seconds", "Seconds that a rank has compared digests of a load.", buckets=SECONDS
+        ),
+        "phase_seconds": Metric(
+            "kvferry:phase_seconds",
+            "Seconds of each phase of a load on a rank, by what moved its bytes.",
+            ("phase", "transport"),
+            WAIT_SECONDS,
         ),
     }
     COUNTERS: ClassVar[Mapping[str, Metric]] = {
@@ -273,15 +290,20 @@ class Statistics(Observations):
             if error.reason is not Reason.ABORTED:
                 self._note_failed({result.job_id: error.reason.value})
             return
-        values = (
-            result.transfer_seconds,
-            result.wait_seconds,
-            result.num_bytes,
-            result.num_descriptors,
-            result.num_compared_bytes,
-        )
-        for name, value in zip(self.HISTOGRAMS, values, strict=True):
+        values = {
+            "transfer_seconds": result.transfer_seconds,
+            "wait_seconds": result.wait_seconds,
+            "bytes": result.num_bytes,
+            "descriptors": result.num_descriptors,
+            "compared_bytes": result.num_compared_bytes,
+            "compare_seconds": result.compare_seconds,
+        }
+        for name, value in values.items():
             self.observe(name, value)
+        transport = _transport_label(result.transport)
+        for phase, seconds in (result.phases or {}).items():
+            # Clocks of two hosts run apart, and a sum of Prometheus may not fall.
+            self.observe("phase_seconds", max(seconds, 0.0), phase, transport)
         self.count("loads", 1)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -366,9 +388,8 @@ class TransferLog:
             "sources": result.num_sources,
             "wait_seconds": result.wait_seconds,
         }
-        if result.events is not None and result.events["phases"] is not None:
-            next_step = time.monotonic() - result.events["committed_at"]
-            line["phases"] = {**result.events["phases"], "next_step": next_step}
+        if result.phases is not None:
+            line["phases"] = result.phases
         self._append(line | self._outcome(result))
 
     def write_one(self, result: JobResult) -> None:

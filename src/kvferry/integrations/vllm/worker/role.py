@@ -527,6 +527,9 @@ class WorkerRole:
 
     def _account(self, result: JobResult) -> None:
         order = self._orders.pop(result.job_id)
+        if result.phases is not None:
+            next_step = time.monotonic() - result.finished_at
+            result = replace(result, phases={**result.phases, "next_step": next_step})
         self._statistics.record(result)
         self._log.write(order, result)
         if result.error is None or self._rank is None or self._destination is None:
