@@ -49,6 +49,7 @@ from kvferry.integrations.vllm.scheduler.blocks import (
 )
 from kvferry.integrations.vllm.scheduler.destination import Destination
 from kvferry.integrations.vllm.scheduler.params import EngineState, PromptAdapters, leave_last_token
+from kvferry.integrations.vllm.scheduler.request_times import RequestTimes
 from kvferry.integrations.vllm.scheduler.source import HeldAnswers, Source, written_untold
 from kvferry.integrations.vllm.settings import Settings, control_port, trust_of
 from kvferry.integrations.vllm.step import (
@@ -115,6 +116,7 @@ class SchedulerRole:
         self._can_clear_in_part = can_name_loaded_groups()
         self._identity = identity_of(vllm_config, settings)
         self._engine = Engine()
+        self._times = RequestTimes(settings.transfer_log) if settings.transfer_log else None
         self._source = Source(state, vllm_config, kv_cache_config)
         self._destination = Destination(state, self._engine.wake)
         self._answers = HeldAnswers(
@@ -203,6 +205,10 @@ class SchedulerRole:
             return
         if params.get("do_remote_decode"):
             self._source.begin(request)
+            if self._times is not None:
+                with self._state.holds_lock:
+                    hold = self._state.holds.open_hold(request.request_id)
+                self._times.begin_hold(request, hold)
         if not self._awaits_load(request):
             return
         if params.get("do_remote_prefill"):
@@ -215,7 +221,10 @@ class SchedulerRole:
             self._destination.finish(request.request_id)
             return
         block_ids = self._loading[request.request_id] = blocks.get_block_ids()
-        self._state.step.loads.append(self._load_order(request, block_ids, num_external_tokens))
+        order = self._load_order(request, block_ids, num_external_tokens)
+        self._state.step.loads.append(order)
+        if self._times is not None and order.announced is not None:
+            self._times.begin_load(request, order.announced.transfer_id)
 
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
@@ -228,6 +237,8 @@ class SchedulerRole:
         if not params:
             return False, None
         self._missing.pop(request.request_id, None)
+        if self._times is not None:
+            self._times.end(request)
         if request.request_id in self._loading:
             # The ranks may still fill the blocks: the remote hold stays until they have stopped.
             self._state.step.aborted.append(request.request_id)
@@ -250,6 +261,8 @@ class SchedulerRole:
         if self._weights_version != self._engine.weights_version:
             self.reset_cache()
         self._source.note_schedule(output)
+        if self._times is not None:
+            self._times.begin_step(output.num_scheduled_tokens)
         with state.holds_lock:
             self._answers.yield_used()
             self._expire_holds()
@@ -315,7 +328,9 @@ class SchedulerRole:
                 self._state.statistics.count("computed_tokens", num_missing, Cause.LOAD_FAILED.value)
 
     def take_statistics(self) -> Statistics | None:
-        """Return the statistics since the last call; None where there is no new one."""
+        """Return the statistics since the last call, at the end of a step; None where there is no new one."""
+        if self._times is not None:
+            self._times.end_step()
         state, quarantine, before = self._state, self._quarantine, self._counted
         now = {
             "holds": state.holds.num_holds,
@@ -395,6 +410,8 @@ class SchedulerRole:
         self._source.close()
         self._server.close()
         self._state.leases.close()
+        if self._times is not None:
+            self._times.close()
 
     def _awaits_load(self, request: "Request") -> bool:
         """Return whether the request's prompt, or the conversation before this turn, has not been loaded yet."""
@@ -455,6 +472,8 @@ class SchedulerRole:
         """
         state, hold, name = self._state, ended.hold, ended.handle.request_id
         transfer_id, step = transfer_of(ended.handle), state.step
+        if self._times is not None:
+            self._times.end_hold(ended)
         is_refused = ended.ending is Ending.REFUSED
         (step.refused_transfers if is_refused else step.ended_transfers).append(transfer_id)
         step.held = [each for each in step.held if each[0] != transfer_id]
