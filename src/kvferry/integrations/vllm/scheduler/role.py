@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -147,6 +148,7 @@ class SchedulerRole:
         self._own_host = settings.reachable_host if _may_span_hosts(parallel) else settings.local_host
         assert vllm_config.kv_transfer_config is not None
         parts = PARTS[str(vllm_config.kv_transfer_config.kv_role)]
+        self._traces = vllm_config.observability_config.otlp_traces_endpoint is not None
         self._recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
         self._start_line = f"{parts}, {resolved_layout(vllm_config)}"
 
@@ -222,6 +224,8 @@ class SchedulerRole:
             return
         block_ids = self._loading[request.request_id] = blocks.get_block_ids()
         order = self._load_order(request, block_ids, num_external_tokens)
+        if self._traces:
+            order = replace(order, trace_headers=request.trace_headers or {})
         self._state.step.loads.append(order)
         if self._times is not None and order.announced is not None:
             self._times.begin_load(request, order.announced.transfer_id)

@@ -53,6 +53,7 @@ from kvferry.integrations.vllm.step import (
 from kvferry.integrations.vllm.translate import group_shapes, resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
 from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
+from kvferry.integrations.vllm.worker.traces import LoadTraces
 from kvferry.layout.shard import CacheKind, Shard, encode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.planner import LayerSpans
@@ -232,6 +233,7 @@ class WorkerRole:
         self._transports = self._open_transports()
         self._statistics = Statistics()
         self._log = TransferLog(settings.transfer_log, self._index, resolved_layout(vllm_config))
+        self._traces = LoadTraces(self._index)
         self._order: DeviceOrder = HOST
         self._launched_before: Mark = OVER
         self._entry: RankEntry | None = None
@@ -359,6 +361,7 @@ class WorkerRole:
         for order in orders.loads:
             if order.error is None:
                 self._orders[order.request_id] = order
+                self._traces.begin(order)
                 self._destination.load(order, self._launched_before)
 
     def end_loads(self, orders: StepMetadata) -> None:
@@ -489,11 +492,13 @@ class WorkerRole:
         self._refused.append(order)
         self._statistics.record(result)
         self._log.write(order, result)
+        self._traces.end(order, result)
 
     def _account(self, result: JobResult) -> None:
         order = self._orders.pop(result.job_id)
         self._statistics.record(result)
         self._log.write(order, result)
+        self._traces.end(order, result)
         if result.error is None or self._rank is None or self._destination is None:
             return
         is_suspect = isinstance(result.error, TransportError) or result.error.reason is Reason.DEADLINE_EXCEEDED
