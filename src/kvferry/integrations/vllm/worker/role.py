@@ -52,8 +52,7 @@ from kvferry.integrations.vllm.step import (
 )
 from kvferry.integrations.vllm.translate import group_shapes, resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
-from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
-from kvferry.integrations.vllm.worker.traces import LoadTraces
+from kvferry.integrations.vllm.worker.records import LoadTraces, Statistics, TransferLog
 from kvferry.layout.shard import CacheKind, Shard, encode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.planner import LayerSpans
