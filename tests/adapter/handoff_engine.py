@@ -42,7 +42,7 @@ class HandoffEngine(LabelEngine):
     """An engine with the connector, which prefills and decodes."""
 
     def __init__(self, rank: CacheRank, model: Path, engine_id: str, *, layout: str, **given: Any) -> None:
-        arguments = {name: given.pop(name) for name in ("asynchronous",) if name in given}
+        arguments = {name: given.pop(name) for name in ("asynchronous", "otlp_traces_endpoint") if name in given}
         extra = {"transport": "cma", "lease_seconds": 600.0, **given}
         policy = {
             "kv_load_failure_policy": extra.pop("failure_policy", "fail"),

@@ -74,6 +74,7 @@ def scheduler_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             use_v2_model_runner=clears_untold,
             speculative_config=drafts,
             lora_config=None,
+            observability_config=SimpleNamespace(otlp_traces_endpoint=None),
         )
         caches: Any = SimpleNamespace(needs_kv_cache_zeroing=clears_untold)
         monkeypatch.setattr(scheduler_role, "identity_of", lambda *_: IDENTITY)

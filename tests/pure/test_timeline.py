@@ -27,7 +27,7 @@ from kvferry.cli.timeline_trace import Trace
 from kvferry.cli.transfer_records import Log, decode, open_logs
 from kvferry.errors import KVFerryError, Reason
 
-from ..support.transfer_logs import Host, load_lines, write_logs
+from ..support.transfer_logs import Host, load_lines, scheduler_lines, write_logs
 
 ALL = Wanted("", 30)
 ROUNDING = 1e-6
@@ -164,10 +164,16 @@ def test_a_page_holds_every_span_and_what_clients_write_is_inert(tmp_path: Path)
     target, sources = Host("d", 5.0), [Host("p", 900.0), Host("q", 70.0)]
     drawn = random.Random(2)
     lines = load_lines(1, 1.0, target, sources, lambda: 0.001 * drawn.random(), EVIL)
-    lines += load_lines(2, 1.001, target, sources, lambda: 0.002 * drawn.random())
+    lines += scheduler_lines(lines, sources[0], target)
+    others = load_lines(2, 1.001, target, sources, lambda: 0.002 * drawn.random())
+    lines += others + scheduler_lines(others, sources[0], target)
     _, every, trace, page = render(write_logs(tmp_path, lines))
     spans = check_page(page)
-    assert len(spans) == sum(1 + len(job.parts) for job in every) == 2 * (1 + 5 + 2 * (1 + 4) + 2 * (1 + 1))
+    assert (
+        len(spans)
+        == sum(1 + len(job.parts) for job in every)
+        == 2 * (1 + 5 + 2 * (1 + 4) + 2 * (1 + 1) + 1 + 2 + 1 + 1)
+    )
     assert "&lt;script&gt;alert(1)" in page
     assert "\x1b" not in page
     assert {span.attrib["class"] for span in spans} == {kind.name for kind in Kind}
@@ -197,6 +203,58 @@ def assert_nested(slices: list[dict[str, Any]]) -> None:
         end = event["ts"] + event["dur"]
         assert not ends or end <= ends[-1] + 1
         ends.append(end)
+
+
+def test_a_schedulers_log_beside_one_of_a_rank_is_drawn(tmp_path: Path) -> None:
+    """On the clock of the decode engine: the hold of a prompt, and the first token of the request that loads it."""
+    target, source = Host("d", 5.0, log="decode.rank0"), Host("p", 900.0, log="prefill.rank0")
+    lines = []
+    for number in (1, 2):
+        of_load = load_lines(number, number, target, [source], lambda: 0.001)
+        lines += of_load + scheduler_lines(of_load, source, target)
+    write_logs(tmp_path, lines)
+    for name in ("decode", "prefill"):
+        (tmp_path / f"{name}.rank0.scheduler").rename(tmp_path / f"{name}.scheduler")
+    named = [tmp_path / "decode.rank0", tmp_path / "prefill.rank0"]
+    logs = open_logs([*named, tmp_path / "prefill.scheduler"])
+    assert sorted(log.label for log in logs) == [
+        "decode.rank0",
+        "decode.scheduler",
+        "prefill.rank0",
+        "prefill.scheduler",
+    ]
+    found, every, trace, page = render(open_logs(named), Wanted("cmpl-2", 9))
+    of_kind = {kind: [job for job in every if job.whole.kind is kind] for kind in Kind}
+    [hold], [request], [load] = (of_kind[kind] for kind in (Kind.HOLD, Kind.REQUEST, Kind.LOAD))
+    assert (hold.log, request.log) == ("prefill.scheduler", "decode.scheduler")
+    assert [part.kind for part in hold.parts] == [Kind.FIRST_TOKEN, Kind.KEPT]
+    assert dict(hold.whole.details)["ended"] == "released"
+    assert_within(every)
+    committed_at = load.parts[-1].began
+    off = max(offset.uncertainty for offset in found.worst.values()) + ROUNDING
+    assert hold.whole.began == pytest.approx(load.whole.began - 0.002, abs=off)
+    assert hold.parts[1].began == pytest.approx(committed_at, abs=off)
+    [first] = request.parts
+    assert (first.began, first.ended) == pytest.approx((committed_at + 0.001, committed_at + 0.004), abs=ROUNDING)
+    names = {event["args"]["name"] for event in json.loads(trace)["traceEvents"] if event["name"] == "thread_name"}
+    assert {"holds", "requests"} < names
+    drawn = {span.attrib["class"] for span in check_page(page)}
+    assert drawn == {kind.name for kind in Kind}
+
+
+def test_a_request_that_ended_before_its_first_token_is_drawn(tmp_path: Path) -> None:
+    target, source = Host("d", 5.0), Host("p", 900.0)
+    lines = load_lines(1, 1.0, target, [source], lambda: 0.001)
+    hold, loaded = scheduler_lines(lines, source, target)
+    hold[2].update(first_step_at=None, first_token_at=None, held_at=None, ending="dropped")
+    loaded[2].update(first_token_at=None)
+    _, every, _, page = render(write_logs(tmp_path, [*lines, hold, loaded]))
+    assert [(job.parts, job.whole.kind) for job in every if "scheduler" in job.log] == [
+        ((), Kind.REQUEST),
+        ((), Kind.HOLD),
+    ]
+    assert "request cmpl-1: no token" in page
+    check_page(page)
 
 
 def test_logs_that_no_offset_explains_are_refused(tmp_path: Path) -> None:
@@ -261,10 +319,13 @@ def test_hosts_without_a_message_between_them_are_aligned_over_others(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "name", ["announced_at", "reported_at", "posted_at", "landed_at", "step_began_at", "ordered_at"]
+    "name",
+    ["announced_at", "reported_at", "posted_at", "landed_at", "step_began_at", "ordered_at", "began_at", "held_at"],
 )
 def test_a_record_whose_times_contradict_each_other_is_none(name: str) -> None:
-    lines = [json.dumps(line) for _, _, line in load_lines(1, 1.0, Host("d", 5.0), [Host("p", 9.0)], lambda: 0.001)]
+    target, source = Host("d", 5.0), Host("p", 9.0)
+    of_load = load_lines(1, 1.0, target, [source], lambda: 0.001)
+    lines = [json.dumps(line) for _, _, line in of_load + scheduler_lines(of_load, source, target)]
     [*_, text] = [text for text in lines if name in text]
     assert decode(text.encode())
     later = {"announced_at": 10.5, "posted_at": 10.5, "step_began_at": 10.5, "ordered_at": 6.5}.get(name, 10.001)

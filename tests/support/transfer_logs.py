@@ -100,6 +100,30 @@ def load_lines(
     return [*lines, (target, committed, {**load, "message": None, "events": events})]
 
 
+def scheduler_lines(of_load: Sequence[Line], source: Host, target: Host) -> list[Line]:
+    """Return what the schedulers of both engines say about a load with these records: the hold began 2 ms before the
+    load, the decode engine runs the request 1 ms after it, and has a token 3 ms later.
+    """
+    [(_, committed, load)] = [line for line in of_load if "request_id" in line[2]]
+    events = load["events"]
+    ordered = target.true(events["ordered_at"])
+    prefill, decode = (
+        Host(each.name, each.offset, each.drift, log=f"{each.log}.scheduler") for each in (source, target)
+    )
+    hold = {
+        "hold": events["transfer_id"], "request_id": f"prefill-{load['request_id']}", "ending": "released",
+        "began_at": source.at(ordered - 0.002), "first_step_at": source.at(ordered - 0.001),
+        "first_token_at": source.at(committed - 0.0005), "held_at": source.at(committed),
+        "clock": source.clock(committed + 0.005),
+    }  # fmt: skip
+    loaded = {
+        "loaded": events["transfer_id"], "request_id": load["request_id"], "ordered_at": target.at(ordered),
+        "first_step_at": target.at(committed + 0.001), "first_token_at": target.at(committed + 0.004),
+        "clock": target.clock(committed + 0.004),
+    }  # fmt: skip
+    return [(prefill, committed + 0.005, hold), (decode, committed + 0.004, loaded)]
+
+
 def write_logs(folder: Path, lines: Sequence[Line]) -> list[Log]:
     """Write the log of each host's rank, in the order of time."""
     texts: dict[str, list[str]] = {}

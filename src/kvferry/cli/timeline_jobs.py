@@ -1,4 +1,4 @@
-"""Loads, writes and steps of many ranks on one axis, as jobs with spans that a drawing can show.
+"""Loads, writes, steps, holds and requests of both engines on one axis, as jobs with spans that a drawing can show.
 
 The logs are read twice: to pair the records of both sides and to align their clocks, then to draw. What is kept in
 between grows with the number of records that wait for the other side's, and both kinds are bounded.
@@ -14,7 +14,19 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kvferry.cli.clocks import Alignment, Messages, Offset
-from kvferry.cli.transfer_records import NAME_LOGS, Lines, Load, Log, Record, Step, Write, clock_of, merge
+from kvferry.cli.transfer_records import (
+    NAME_LOGS,
+    HoldTimes,
+    Lines,
+    Load,
+    LoadedRequest,
+    Log,
+    Record,
+    Step,
+    Write,
+    clock_of,
+    merge,
+)
 from kvferry.errors import KVFerryError, Reason, did_you_mean
 from kvferry.units import format_bytes
 
@@ -25,7 +37,7 @@ MOST_NAMES = 1000
 
 
 Key = tuple[str, str]
-"""A write's name or a transfer's id, after ``write`` or ``transfer``."""
+"""A write's name, a transfer's id or that of a request that loads, after ``write``, ``transfer`` or ``request``."""
 
 
 class Kind(StrEnum):
@@ -33,6 +45,9 @@ class Kind(StrEnum):
 
     STEP = "step"
     LAYERS = "layers computed"
+    HOLD = "hold"
+    FIRST_TOKEN = "first step until first token"
+    KEPT = "held for the other engine"
     WRITE = "write"
     WAIT = "wait for the prompt"
     MOVE = "batch"
@@ -42,6 +57,7 @@ class Kind(StrEnum):
     SOURCE = "announced until done"
     CONFIRM = "compare"
     NEXT_STEP = "until the next step"
+    REQUEST = "request"
 
 
 class Span(NamedTuple):
@@ -63,9 +79,10 @@ class Arrow(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A load, write or step of one rank: the whole, its parts within it, and the messages that came and went.
+    """A load, write or step of one rank, a hold or request of a scheduler: the whole, its parts within it, and the
+    messages that came and went.
 
-    ``keys`` are the write of a load and of a write, and the transfers of a step.
+    ``keys`` are the write of a load and of a write, the transfers of a step and of a hold, the id of a request.
     """
 
     log: str
@@ -192,7 +209,7 @@ def find(logs: Sequence[Log], wanted: Wanted) -> Found:
         if (clock := clock_of(record)) is not None:
             messages.note_clock(clock.boot, clock.wall, clock.monotonic)
             clocks[log.label][clock.boot] = None
-        if isinstance(record, Step):
+        if not isinstance(record, Load | Write):
             continue
         pairs.add(record)
         if not isinstance(record, Load):
@@ -251,8 +268,12 @@ def jobs(logs: Sequence[Log], found: Found, wanted: Wanted) -> Iterator[Job]:
             yield _load_job(log.label, record, on_axis)
         elif isinstance(record, Write):
             yield _write_job(log.label, record, on_axis)
-        else:
+        elif isinstance(record, Step):
             yield _step_job(log.label, record, on_axis)
+        elif isinstance(record, HoldTimes):
+            yield _hold_job(log.label, record, on_axis)
+        else:
+            yield _request_job(log.label, record, on_axis)
 
 
 def _is_wanted(record: Record, found: Found, wanted: Wanted) -> bool:
@@ -262,7 +283,9 @@ def _is_wanted(record: Record, found: Found, wanted: Wanted) -> bool:
         return wanted.matches(record)
     if isinstance(record, Write):
         return record.write in found.writes
-    return not found.transfers.isdisjoint(record.prompts)
+    if isinstance(record, Step):
+        return not found.transfers.isdisjoint(record.prompts)
+    return (record.hold if isinstance(record, HoldTimes) else record.loaded) in found.transfers
 
 
 def _load_job(log: str, load: Load, on_axis: Callable[[float], float]) -> Job:
@@ -333,6 +356,29 @@ def _step_job(log: str, step: Step, on_axis: Callable[[float], float]) -> Job:
     details = tuple((f"computed of {transfer}", f"{tokens} tokens") for transfer, tokens in step.prompts.items())
     keys = tuple(("transfer", transfer) for transfer in step.prompts)
     return Job(log, Span(Kind.STEP, "step", began, ended, details), tuple(parts), (), keys)
+
+
+def _hold_job(log: str, hold: HoldTimes, on_axis: Callable[[float], float]) -> Job:
+    ended, parts = on_axis(hold.clock.monotonic), _until_first_token(hold, on_axis)
+    if hold.held_at is not None:
+        parts.append(Span(Kind.KEPT, "held", on_axis(hold.held_at), ended))
+    details = (("request", hold.request_id), ("ended", hold.ending), ("transfer", hold.hold))
+    whole = Span(Kind.HOLD, f"hold of {hold.request_id}", on_axis(hold.began_at), ended, details)
+    return Job(log, whole, tuple(parts), (), (("transfer", hold.hold),))
+
+
+def _request_job(log: str, request: LoadedRequest, on_axis: Callable[[float], float]) -> Job:
+    name = f"request {request.request_id}" + (": no token" if request.first_token_at is None else "")
+    ended = on_axis(request.first_token_at or request.clock.monotonic)
+    details = (("request", request.request_id), ("transfer", request.loaded))
+    whole = Span(Kind.REQUEST, name, on_axis(request.ordered_at), ended, details)
+    return Job(log, whole, tuple(_until_first_token(request, on_axis)), (), (("request", request.request_id),))
+
+
+def _until_first_token(times: HoldTimes | LoadedRequest, on_axis: Callable[[float], float]) -> list[Span]:
+    if times.first_step_at is None or times.first_token_at is None:
+        return []
+    return [Span(Kind.FIRST_TOKEN, "first token", on_axis(times.first_step_at), on_axis(times.first_token_at))]
 
 
 def _moved(record: Load | Write) -> tuple[tuple[str, str], ...]:

@@ -12,7 +12,7 @@ from html import escape
 from typing import TextIO
 
 from kvferry.cli.timeline_jobs import Job, Key, Kind, Shown, Span
-from kvferry.cli.timeline_trace import Rows
+from kvferry.cli.timeline_trace import ROWS, Rows
 from kvferry.cli.transfer_records import PHASES
 from kvferry.units import format_bytes
 
@@ -22,6 +22,9 @@ ROW_HEIGHT, LABEL_HEIGHT, GAP = 16, 14, 6
 COLORS = {
     Kind.STEP: ("#c9ced6", "#3d444d"),
     Kind.LAYERS: ("#7d8da3", "#8296b0"),
+    Kind.HOLD: ("#e3e7ec", "#2b3138"),
+    Kind.FIRST_TOKEN: ("#c7598c", "#b94f80"),
+    Kind.KEPT: ("#a8b86a", "#7e8c45"),
     Kind.WRITE: ("#e3e7ec", "#2b3138"),
     Kind.WAIT: ("#f0c36a", "#b58a2e"),
     Kind.MOVE: ("#2f7dd1", "#4d9bf0"),
@@ -31,6 +34,7 @@ COLORS = {
     Kind.SOURCE: ("#5fb3b3", "#3f9494"),
     Kind.CONFIRM: ("#8a63c9", "#a17fdc"),
     Kind.NEXT_STEP: ("#58a55c", "#5fb364"),
+    Kind.REQUEST: ("#e3e7ec", "#2b3138"),
 }
 """The color of each kind of span, on a light and on a dark page."""
 SCRIPT = (
@@ -54,7 +58,7 @@ p>span{white-space:nowrap;margin-right:1em}
 
 @dataclass
 class Section:
-    """One request: its loads, and the writes and steps for them."""
+    """One request: its loads, the writes and steps for them, the hold, and the request's first token."""
 
     request_id: str
     loads: list[Shown] = field(default_factory=list)
@@ -72,7 +76,8 @@ class Page:
             section = self._sections.setdefault(each.load.request_id, Section(each.load.request_id))
             section.loads.append(each)
             if (events := each.load.events) is not None:
-                for key in (("write", events.write), ("transfer", events.transfer_id)):
+                of_events = ("write", events.write), ("transfer", events.transfer_id)
+                for key in (*of_events, ("request", each.load.request_id)):
                     sections = self._of.setdefault(key, [])
                     if section not in sections:
                         sections.append(section)
@@ -96,7 +101,10 @@ class Page:
         file.write(f"<title>kvferry timeline</title><style>{STYLE}{_colors()}</style></head>\n")
         file.write("<body><h1>Timeline</h1>\n")
         if self._num_left_out:
-            notes = [*notes, f"{self._num_left_out} more steps, writes and loads are not drawn; --trace has all."]
+            notes = [
+                *notes,
+                f"{self._num_left_out} more steps, holds, writes, loads and requests are not drawn; --trace has all.",
+            ]
         file.writelines(f"<p>{_text(note)}</p>\n" for note in notes)
         swatches = ((f'<span class="key" style="background:var(--{kind.name})"></span>', kind.value) for kind in COLORS)
         file.write(f"<p>{' '.join(f'<span>{swatch}{name}</span>' for swatch, name in swatches)}</p>\n")
@@ -143,7 +151,7 @@ def _draw(file: TextIO, jobs: Sequence[Job]) -> None:
     began, ended = min(job.whole.began for job in jobs), max(job.whole.ended for job in jobs)
     scale = _Scale(began, max(ended - began, 1e-6))
     bands: dict[tuple[int, str, int], list[Job]] = {}
-    kinds = [Kind.STEP, Kind.WRITE, Kind.LOAD]
+    kinds = list(ROWS)
     for number, job in enumerate(jobs):
         kind = kinds.index(job.whole.kind)
         bands.setdefault((kind, job.log, number if kind else 0), []).append(job)

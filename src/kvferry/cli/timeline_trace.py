@@ -7,7 +7,8 @@ from typing import Any, TextIO
 
 from kvferry.cli.timeline_jobs import Job, Kind, Span
 
-ROWS = {Kind.STEP: "steps", Kind.WRITE: "writes", Kind.LOAD: "loads"}
+ROWS = {Kind.STEP: "steps", Kind.HOLD: "holds", Kind.WRITE: "writes", Kind.LOAD: "loads", Kind.REQUEST: "requests"}
+"""The kinds of jobs, in the order of a drawing."""
 FEW_ROWS = 1000
 """Rows of one kind for which a thread number is set apart."""
 

@@ -1,15 +1,18 @@
-"""The records of transfer logs: loads, writes and steps, read line by line from the logs of many ranks.
+"""The records of transfer logs, read line by line: loads, writes and steps of many ranks, holds and requests of their
+schedulers.
 
 Nobody guarantees a log: a process may end within a line, a disk may damage it, a client chooses the id of a request.
 What is no record, or contradicts itself, is counted and left out.
 """
 
 import heapq
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
+from os.path import isfile
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -21,6 +24,8 @@ MAX_LINE_BYTES = 64 << 20
 """Of one line; a longer one is no record."""
 
 NAME_LOGS = "Name the files that the setting transfer_log has made, one for each rank: FILE.rank0, ..."
+SCHEDULER_LOG = ".scheduler"
+"""The end of the name of a scheduler's log, which lies beside those of the engine's ranks."""
 
 PHASES = ("find", "announce", "post", "move", "confirm", "next_step")
 """Of a load, in their order."""
@@ -150,12 +155,46 @@ class Step(msgspec.Struct, frozen=True):
         _ordered(self.step_began_at, *sorted(self.ran_at.values()), self.step_ended_at, self.clock.monotonic)
 
 
-Record = Load | Write | Step
+class HoldTimes(msgspec.Struct, frozen=True):
+    """A hold that has ended: ``hold`` is its transfer id. The request of a hold that was ended while the request ran
+    has no ``held_at``.
+    """
+
+    hold: str
+    request_id: str
+    began_at: Time
+    first_step_at: Time | None
+    first_token_at: Time | None
+    held_at: Time | None
+    ending: str
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        _ordered(self.began_at, self.first_step_at, self.first_token_at, self.held_at, self.clock.monotonic)
+
+
+class LoadedRequest(msgspec.Struct, frozen=True):
+    """A request whose prompt was ``loaded``, by transfer id; without ``first_token_at`` it ended before."""
+
+    loaded: str
+    request_id: str
+    ordered_at: Time
+    first_step_at: Time | None
+    first_token_at: Time | None
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        _ordered(self.ordered_at, self.first_step_at, self.first_token_at, self.clock.monotonic)
+
+
+Record = Load | Write | Step | HoldTimes | LoadedRequest
 
 
 class _Kind(msgspec.Struct):
-    """What tells the three records apart."""
+    """What tells the records apart."""
 
+    hold: str | None = None
+    loaded: str | None = None
     request_id: str | None = None
     write: str | None = None
 
@@ -164,6 +203,8 @@ _decode_kind = msgspec.json.Decoder(_Kind).decode
 _decode_load = msgspec.json.Decoder(Load).decode
 _decode_write = msgspec.json.Decoder(Write).decode
 _decode_step = msgspec.json.Decoder(Step).decode
+_decode_hold = msgspec.json.Decoder(HoldTimes).decode
+_decode_loaded = msgspec.json.Decoder(LoadedRequest).decode
 
 
 def _ordered(*times: float | None) -> None:
@@ -180,6 +221,10 @@ def decode(line: bytes) -> Record:
     'a'
     """
     kind = _decode_kind(line)
+    if kind.hold is not None:
+        return _decode_hold(line)
+    if kind.loaded is not None:
+        return _decode_loaded(line)
     if kind.request_id is not None:
         return _decode_load(line)
     return _decode_step(line) if kind.write is None else _decode_write(line)
@@ -243,13 +288,17 @@ def _lines(file: BinaryIO, num_bytes: int) -> Iterator[bytes]:
 
 def clock_of(record: Record) -> Clock | None:
     """Return when a record was made; None for a load that was refused before it began."""
-    if isinstance(record, Step):
-        return record.clock
-    return None if record.events is None else record.events.clock
+    if isinstance(record, Load | Write):
+        return None if record.events is None else record.events.clock
+    return record.clock
 
 
 def open_logs(paths: Sequence[Path]) -> list[Log]:
-    """Return the logs, each once. Raises :class:`KVFerryError` (invalid-request) for one that cannot be read."""
+    """Return the logs, each once, and the schedulers' logs beside them. Raises :class:`KVFerryError` (invalid-request)
+    for one that cannot be read.
+    """
+    beside = [path.with_name(re.sub(r"\.rank\d+$", SCHEDULER_LOG, path.name)) for path in paths]
+    paths = [*paths, *(path for path in beside if path.name.endswith(SCHEDULER_LOG) and isfile(path))]
     distinct = list({path.resolve(): path for path in paths}.values())
     names = [path.name for path in distinct]
     logs = []

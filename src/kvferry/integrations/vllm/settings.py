@@ -178,8 +178,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_log: Annotated[
         str,
         about(
-            "A file that gets one JSON line per load and rank, and the events of each rank's writes (`.rank<rank>` is "
-            "appended).",
+            "A file that gets one JSON line per load and rank, and the events of writes (`.rank<rank>` or `.scheduler` "
+            "is appended).",
             unit="path",
             unset="none",
             page="metrics.md#one-line-for-each-load",

@@ -1,5 +1,6 @@
 """The orders of the scheduler's role to the workers, once per engine step."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -36,7 +37,8 @@ class PromptLoad:
 
     A worker reports an order with an ``error`` as failed at once; any other one it announces to the source ranks of the
     ``hold``, whose engine has blocks of ``source_block_sizes``. They may learn of the hold ``late_seconds`` later. The
-    engine computes what an ``is_optional`` load does not bring.
+    engine computes what an ``is_optional`` load does not bring. ``trace_headers`` are those of the client that name its
+    span, if any; None where vLLM's tracing is off.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class PromptLoad:
     source_block_sizes: tuple[int, ...] = ()
     late_seconds: float = 0.0
     is_optional: bool = False
+    trace_headers: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -49,6 +50,7 @@ from kvferry.integrations.vllm.scheduler.blocks import (
 )
 from kvferry.integrations.vllm.scheduler.destination import Destination
 from kvferry.integrations.vllm.scheduler.params import EngineState, PromptAdapters, leave_last_token
+from kvferry.integrations.vllm.scheduler.request_times import RequestTimes
 from kvferry.integrations.vllm.scheduler.source import HeldAnswers, Source, written_untold
 from kvferry.integrations.vllm.settings import Settings, control_port, trust_of
 from kvferry.integrations.vllm.step import (
@@ -117,6 +119,7 @@ class SchedulerRole:
         self._can_clear_in_part = can_name_loaded_groups()
         self._identity = identity_of(vllm_config, settings)
         self._engine = Engine()
+        self._times = RequestTimes(settings.transfer_log) if settings.transfer_log else None
         self._source = Source(state, vllm_config, kv_cache_config)
         self._destination = Destination(state, self._engine.wake)
         self._answers = HeldAnswers(
@@ -151,6 +154,7 @@ class SchedulerRole:
         self._own_host = settings.reachable_host if _may_span_hosts(parallel) else settings.local_host
         assert vllm_config.kv_transfer_config is not None
         self._kv_role = str(vllm_config.kv_transfer_config.kv_role)
+        self._traces = vllm_config.observability_config.otlp_traces_endpoint is not None
         self._recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
         self._start_line = f"{PARTS[self._kv_role]}, {resolved_layout(vllm_config)}"
 
@@ -216,6 +220,10 @@ class SchedulerRole:
             return
         if params.get("do_remote_decode"):
             self._source.begin(request)
+            if self._times is not None:
+                with self._state.holds_lock:
+                    hold = self._state.holds.open_hold(request.request_id)
+                self._times.begin_hold(request, hold)
         if not self._awaits_load(request):
             return
         if params.get("do_remote_prefill"):
@@ -226,7 +234,12 @@ class SchedulerRole:
             self._destination.finish(request.request_id)
             return
         block_ids = self._loading[request.request_id] = blocks.get_block_ids()
-        self._state.step.loads.append(self._load_order(request, block_ids, num_external_tokens))
+        order = self._load_order(request, block_ids, num_external_tokens)
+        if self._traces:
+            order = replace(order, trace_headers=request.trace_headers or {})
+        self._state.step.loads.append(order)
+        if self._times is not None and order.announced is not None:
+            self._times.begin_load(request, order.announced.transfer_id)
 
     def request_finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]], is_complete: bool
@@ -241,6 +254,8 @@ class SchedulerRole:
             self._missing.pop(request.request_id, None)
             return False, None
         self._missing.pop(request.request_id, None)
+        if self._times is not None:
+            self._times.end(request)
         if request.request_id in self._loading:
             # The ranks may still fill the blocks: the remote hold stays until they have stopped.
             self._state.step.aborted.append(request.request_id)
@@ -264,6 +279,8 @@ class SchedulerRole:
         if self._weights_version != self._engine.weights_version:
             self.reset_cache()
         self._source.note_schedule(output)
+        if self._times is not None:
+            self._times.begin_step(output.num_scheduled_tokens)
         with state.holds_lock:
             self._answers.yield_used()
             self._expire_holds()
@@ -329,7 +346,9 @@ class SchedulerRole:
                 self._state.statistics.count("computed_tokens", num_missing, Cause.LOAD_FAILED.value)
 
     def take_statistics(self) -> Statistics | None:
-        """Return the statistics since the last call; None where there is no new one."""
+        """Return the statistics since the last call, at the end of a step; None where there is no new one."""
+        if self._times is not None:
+            self._times.end_step()
         state, quarantine, before = self._state, self._quarantine, self._counted
         for reason, number in self._server.take_refused().items():
             state.statistics.count("refused_messages", number, reason)
@@ -413,6 +432,8 @@ class SchedulerRole:
         self._source.close()
         self._server.close()
         self._state.leases.close()
+        if self._times is not None:
+            self._times.close()
 
     def _awaits_load(self, request: "Request") -> bool:
         """Return whether the request's prompt, or the conversation before this turn, has not been loaded yet."""
@@ -484,6 +505,8 @@ class SchedulerRole:
         """
         state, hold, name = self._state, ended.hold, ended.handle.request_id
         transfer_id, step = transfer_of(ended.handle), state.step
+        if self._times is not None:
+            self._times.end_hold(ended)
         is_refused = ended.ending is Ending.REFUSED
         (step.refused_transfers if is_refused else step.ended_transfers).append(transfer_id)
         step.held = [each for each in step.held if each[0] != transfer_id]

@@ -1,6 +1,11 @@
-"""A worker's records of its jobs: metrics for vLLM's log line and Prometheus, and a log with a line for each job."""
+"""A worker's records of its jobs: metrics for vLLM's log line and Prometheus, a log with a line for each job, and
+spans of loads for OpenTelemetry.
+"""
 
+import logging
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from io import RawIOBase
@@ -9,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.tracing import extract_trace_context, instrument_manual
 
 from kvferry.errors import Reason, helps_to_repeat
 from kvferry.execution.executor import JobResult
@@ -21,6 +27,7 @@ from kvferry.transport.registry import FACTORIES
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = logging.getLogger(__name__)
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 WAIT_SECONDS = (*SECONDS, 30.0, 60.0, 120.0)
 """Up to the default of ``load_timeout_seconds``."""
@@ -361,6 +368,42 @@ class PrometheusMetrics(ObservationMetrics):
         FAILED.note(transfer_stats_data["failed_requests"])
 
 
+class LineLog:
+    """Appends JSON lines to a file; an empty path logs nothing.
+
+    The file is for people who look for what is slow: where it takes no line, as on a full disk, requests go on, and the
+    engine's log says so once.
+    """
+
+    def __init__(self, path: str) -> None:
+        # Unbuffered: each line is one write, so that a process that ends leaves no half of a line.
+        self._file: RawIOBase | None = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
+        self._path = path
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        """Append one line."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            told = "kvferry: %s takes no more lines: %s. Free space there and restart the engine to have them again."
+            logger.warning(told, self._path, error.strerror)
+            self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether lines are kept."""
+        return self._file is not None
+
+    def close(self) -> None:
+        """Close the file; twice is fine."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
 class TransferLog:
     """Appends to ``<path>.rank<rank>``; an empty path logs nothing.
 
@@ -368,14 +411,13 @@ class TransferLog:
     """
 
     def __init__(self, path: str, rank: int, layout: NamedLayout) -> None:
-        # Unbuffered: each line is one write, so that a process that ends leaves no half of a line.
-        self._file: RawIOBase | None = open(f"{path}.rank{rank}", "ab", buffering=0) if path else None  # noqa: SIM115
+        self._lines = LineLog(path and f"{path}.rank{rank}")
         self._rank = rank
         self._layout = layout
 
     def write(self, order: PromptLoad, result: JobResult) -> None:
         """Append one load."""
-        if self._file is None:
+        if not self._lines.is_open:
             return
         hold = order.hold
         line: dict[str, Any] = {
@@ -394,7 +436,7 @@ class TransferLog:
 
     def write_one(self, result: JobResult) -> None:
         """Append one write of this rank to one destination rank."""
-        if self._file is not None:
+        if self._lines.is_open:
             self._append({"write": result.job_id} | self._outcome(result))
 
     def write_step(self, step: Mapping[str, Any]) -> None:
@@ -403,9 +445,7 @@ class TransferLog:
 
     def close(self) -> None:
         """Close the file; twice is fine."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._lines.close()
 
     def _outcome(self, result: JobResult) -> dict[str, Any]:
         outcome = {
@@ -420,5 +460,39 @@ class TransferLog:
         return outcome if result.events is None else {**outcome, "events": result.events}
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(msgspec.json.encode({"rank": self._rank, **line}) + b"\n")
+        self._lines.append({"rank": self._rank, **line})
+
+
+class LoadTraces:
+    """Makes a span ``kvferry.load`` of each load of a rank whose order has ``trace_headers``; others cost nothing.
+
+    The span is a child of the client's, if the headers name one. It ends when the load has ended on this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._began_at: dict[str, int] = {}
+        """The time of day, in nanoseconds, at which each load began, by request."""
+
+    def begin(self, order: PromptLoad) -> None:
+        """A load begins now."""
+        if order.trace_headers is not None:
+            self._began_at[order.request_id] = time.time_ns()
+
+    def end(self, order: PromptLoad, result: JobResult) -> None:
+        """A load has ended, or was refused before it began. Does nothing where OpenTelemetry is not installed."""
+        if order.trace_headers is None:
+            return
+        began_at = self._began_at.pop(order.request_id, time.time_ns())
+        attributes: dict[str, str | int] = {
+            "kvferry.request_id": order.request_id,
+            "kvferry.rank": self._rank,
+            "kvferry.bytes": int(result.num_bytes),
+            "kvferry.descriptors": int(result.num_descriptors),
+            "kvferry.transport": result.transport,
+        }
+        if result.error is not None:
+            attributes["error.type"] = result.error.reason.value
+        ended_at = began_at + int(1e9 * result.wait_seconds)
+        context = extract_trace_context(order.trace_headers)
+        instrument_manual("kvferry.load", began_at, ended_at, attributes, context)

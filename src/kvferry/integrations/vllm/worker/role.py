@@ -54,7 +54,7 @@ from kvferry.integrations.vllm.step import (
 from kvferry.integrations.vllm.translate import group_shapes, resolved_layout
 from kvferry.integrations.vllm.worker.caches import register_caches
 from kvferry.integrations.vllm.worker.computing import watch_computing
-from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
+from kvferry.integrations.vllm.worker.records import LoadTraces, Statistics, TransferLog
 from kvferry.layout.shard import CacheKind, Shard, encode_shard
 from kvferry.peer_log import PeerLog
 from kvferry.plan.planner import LayerSpans
@@ -243,6 +243,7 @@ class WorkerRole:
         self._transports = self._open_transports()
         self._statistics = Statistics()
         self._log = TransferLog(settings.transfer_log, self._index, resolved_layout(vllm_config))
+        self._traces = LoadTraces(self._index)
         self._order: DeviceOrder = HOST
         self._launched_before: Mark = OVER
         self._entry: RankEntry | None = None
@@ -377,6 +378,7 @@ class WorkerRole:
         for order in orders.loads:
             if order.error is None:
                 self._orders[order.request_id] = order
+                self._traces.begin(order)
                 self._destination.load(order, self._launched_before)
 
     def end_loads(self, orders: StepMetadata) -> None:
@@ -524,6 +526,7 @@ class WorkerRole:
         self._refused.append(order)
         self._statistics.record(result)
         self._log.write(order, result)
+        self._traces.end(order, result)
 
     def _account(self, result: JobResult) -> None:
         order = self._orders.pop(result.job_id)
@@ -532,6 +535,7 @@ class WorkerRole:
             result = replace(result, phases={**result.phases, "next_step": next_step})
         self._statistics.record(result)
         self._log.write(order, result)
+        self._traces.end(order, result)
         if result.error is None or self._rank is None or self._destination is None:
             return
         is_suspect = isinstance(result.error, TransportError) or result.error.reason is Reason.DEADLINE_EXCEEDED
