@@ -78,8 +78,9 @@ lint: setup ## ruff, bandit and mypy --strict, of tests/gpu and benchmarks too
 check-vllm: setup ## What a vLLM release changes of the names that kvferry uses, and its file: VERSION=0.33.0 (or ARGS="--wheel FILE"); none: all known
 	@$(VENV_PYTHON) scripts/check_vllm.py $(VERSION) $(ARGS)
 
-package: setup ## The source distribution and the wheel in dist/, the same bytes each time
-	@$(VENV_PYTHON) scripts/package.py $(ARGS)
+# Needs git and Python 3.11 or newer, and makes no .venv.
+package: ## The source distribution and the wheel in dist/, the same bytes each time (PYTHON=python3.12 for another Python than 3.11)
+	@$(or $(PYTHON),python3.11) scripts/package.py $(ARGS)
 
 check-package: setup ## The wheel in fresh environments: alone on Python 3.11 to 3.13; beside vLLM by the README's lines (4 GB, some minutes)
 	@$(VENV_PYTHON) scripts/check_package.py

@@ -60,6 +60,33 @@ def test_the_source_distribution_has_its_own_back_end(archives: dict[str, bytes]
     assert {(member.mtime, member.uid, member.gname) for member in members} == {(1700000000, 0, "")}
 
 
+@pytest.mark.parametrize(("found", "makes_one"), [("77.0.1", False), ("76.1", True), (None, True)])
+def test_setuptools_is_fetched_only_where_none_or_an_old_one_is_there(found: str | None, makes_one: bool) -> None:
+    """Neither .venv nor a package of it is needed: ``-S`` hides them all."""
+    program = f"""
+import importlib.metadata, sys
+def version(name):
+    if {found!r} is None: raise importlib.metadata.PackageNotFoundError(name)
+    return {found!r}
+importlib.metadata.version = version
+import package
+package.make_environment = lambda python, folder, requirements: folder.joinpath(python, *requirements)
+print(package.builder() == sys.executable)
+print(package.builder())
+"""
+    command = [sys.executable, "-S", "-c", program]
+    told = subprocess.run(command, cwd=SCRIPT.parent, check=True, capture_output=True, text=True, timeout=60).stdout
+    is_own, python = told.splitlines()
+    assert is_own == str(not makes_one)
+    assert not makes_one or python.endswith("/setuptools>=77/python")
+
+
+def test_make_package_sets_up_nothing() -> None:
+    command = ["make", "--no-print-directory", "--dry-run", "package", "PYTHON=/somewhere/python", "ARGS="]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["/somewhere/python", "scripts/package.py"]
+
+
 def test_the_readmes_lines_write_nothing_but_the_answer_to_standard_output(tmp_path: Path) -> None:
     """The check of the package reads it as JSON; engines, the router and its health check print too."""
     programs = {
