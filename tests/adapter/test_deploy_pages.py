@@ -3,9 +3,11 @@
 ``make check-deploy`` validates the files by their schemas.
 """
 
+import itertools
 import json
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,46 @@ def test_the_health_checks_of_compose_ask_the_engines() -> None:
         _, settings = settings_of(parsed(engine_command("compose", kind)))
         assert kvferry_arguments(test[1:])["engine"] == f"{settings.host}:{settings.port}"
         assert settings.host == compose()[kind]["hostname"]
+
+
+def pairs_checked(script: str) -> list[tuple[str, str]]:
+    """Return the URLs of each pair that a script checks, which runs here with a `kvferry` that notes its arguments.
+
+    The first question of each pair finds no answer yet.
+    """
+    stand_in = 'kvferry() { echo "$@"; again=$((1 - ${again:-0})); [ $again = 0 ] || return 2; }; sleep() { :; }; '
+    ran = subprocess.run(["sh", "-c", stand_in + script], capture_output=True, text=True, check=True, timeout=60)
+    asked = [kvferry_arguments(["kvferry", *line.split()]) for line in ran.stdout.splitlines()]
+    assert asked[::2] == asked[1::2]
+    assert {str(each["keys"]) for each in asked} == {"/etc/kvferry/keys"}
+    stand_in = "kvferry() { return 1; }; sleep() { :; }; "
+    assert subprocess.run(["sh", "-c", stand_in + script], check=False, timeout=60).returncode == 1
+    return [(each["prefill_url"], each["decode_url"]) for each in asked[::2]]
+
+
+def test_a_prompt_goes_through_every_pair_before_clients_do() -> None:
+    services = compose()
+    *shell, script = services["check"]["command"]
+    assert shell == ["sh", "-c"]
+    router = parse_router_args(router_command("compose")[1:])
+    assert pairs_checked(script.replace("$$", "$")) == [(router.prefill_urls[0][0], router.decode_urls[0])]
+    assert services["router"]["depends_on"]["check"] == {"condition": "service_completed_successfully"}
+    assert services["check"]["depends_on"] == {kind: {"condition": "service_healthy"} for kind in ROLES}
+
+    job, policy = manifests("check")["Job"]["spec"]["template"], manifests("check")["NetworkPolicy"]["spec"]
+    [container] = job["spec"]["containers"]
+    *shell, script = container["command"]
+    assert shell == ["sh", "-c"]
+    router = parse_router_args(router_command("kubernetes")[1:])
+    urls = [url for url, *_ in router.prefill_urls], router.decode_urls
+    assert pairs_checked(script) == list(itertools.product(*urls))
+    for kind in ROLES:
+        assert job["spec"]["volumes"] == [volume for volume in pod(kind)["volumes"] if volume["name"] == "keys"]
+        _, settings = settings_of(parsed(engine_command("kubernetes", kind)))
+        asked = {*PORTS.values(), settings.port, *settings.ports_of_ranks}
+        labels = manifests(kind)["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
+        assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+        assert admitted(policy, job["metadata"]["labels"]) == asked
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -63,6 +63,8 @@ def drain(
 def ready(engine: Engine, keys: KeysFolder = None, as_json: AsJson = False) -> None:
     """Say whether routers should send to an engine, for a readiness probe. Exit code 1: it drains. 2: no answer.
 
+    Whether two engines that are ready fit together, `kvferry check` says.
+
     Try:
 
     kvferry ready 127.0.0.1:5600

@@ -101,6 +101,8 @@ SMALL: dict[str, Any] = {"max_model_len": 2048, "kv_cache_bytes": 48 << 20}
 
 EXPLAINED = ("--middleware", "kvferry.integrations.vllm.failed_loads.FailedLoadAnswers")
 """As docs/failures.md has it: clients get the reason of a failed load."""
+ASKED = ("--middleware", "kvferry.integrations.vllm.readiness.Readiness")
+"""What `kvferry check` asks; such an engine has a fixed port too."""
 CHUNKED = ("--max-num-batched-tokens", "256", "--enable-chunked-prefill")
 BOTH_CORES = (",".join(sorted(spread_over_cores(2))),)
 # A hold whose request was given up before the answer came ends with its lease.
@@ -133,7 +135,7 @@ MORE_MODELS = ("deepseek", "six", "mqa", "lora", "gemma3n", "gemma4", "gptoss")
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-reference": ("gqa", {"role": None, "cores": BOTH_CORES}),
     # Those with turn_seconds hold their answers for the next turn, with every request of every test.
-    "gqa-tp1": ("gqa", {"turn_seconds": 120.0, "arguments": EXPLAINED}),
+    "gqa-tp1": ("gqa", {"turn_seconds": 120.0, "arguments": (*EXPLAINED, *ASKED)}),
     "gqa-tp1-other": (
         "gqa",
         {
@@ -175,7 +177,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     # Each both moves prompts and keeps blocks, in host memory.
     "gqa-moves-and-keeps": ("gqa", {"connector": MULTI, **SMALL, **WATCHED}),
     "gqa-moves-and-keeps-other": ("gqa", {"connector": MULTI, **SMALL, **WATCHED, "cores": LAST_CORE}),
-    "gqa-tp1-next": ("gqa", {"cores": LAST_CORE}),
+    "gqa-tp1-next": ("gqa", {"cores": LAST_CORE, "arguments": ASKED}),
     # Prompts are computed in chunks, several requests sharing a step.
     "gqa-chunked": ("gqa", {"cores": LAST_CORE, "arguments": CHUNKED}),
     # Has 35 blocks, and begins a prompt although there are not enough for all of it.
@@ -524,6 +526,8 @@ class EnginePool:
         connector_settings = dict(CONNECTOR_SETTINGS)
         for setting in PASSED_ON & differences.keys():
             connector_settings[setting] = differences.pop(setting)
+        if ASKED[1] in differences.get("arguments", ()):
+            connector_settings["port"] = free_port()
         lower_tier = differences.pop("lower_tier", "disk")
         cache_bytes = differences.pop("kv_cache_bytes", 256 << 20) // (pp * (1 if model in MLA_MODELS else tp))
         arguments: dict[str, Any] = {"role": "kv_both", "kv_cache_bytes": cache_bytes, "program": FORKING_API_SERVER}
