@@ -135,7 +135,7 @@ MORE_MODELS = ("deepseek", "six", "mqa", "lora", "gemma3n", "gemma4", "gptoss")
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa-reference": ("gqa", {"role": None, "cores": BOTH_CORES}),
     # Those with turn_seconds hold their answers for the next turn, with every request of every test.
-    "gqa-tp1": ("gqa", {"turn_seconds": 120.0, "arguments": (*EXPLAINED, *ASKED)}),
+    "gqa-tp1": ("gqa", {"turn_seconds": 120.0, "arguments": (*EXPLAINED, *ASKED, "--enable-prompt-tokens-details")}),
     "gqa-tp1-other": (
         "gqa",
         {

@@ -365,7 +365,8 @@ def check_prompt(parsed: HoldParams, request: "Request", num_tokens: int) -> str
             f"the first {num_tokens} of {len(request.prompt_token_ids or ())} prompt tokens of {request.request_id} "
             f"are not the {found.num_tokens} tokens that {parsed.remote_request_id} prefilled: {name}: the "
             f"kv_transfer_params have {theirs!r}, this request has {ours!r}.",
-            "Send one prompt per request, and the same prompt, template, images and adapter to both engines.",
+            "Send one prompt per request, and the same prompt, template, images and adapter to both engines; append no "
+            "generated token.",
         )
     return digest
 
