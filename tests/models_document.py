@@ -81,11 +81,11 @@ def cut(reason: str) -> str:
     """Return the beginning of a reason that is long: its first clause, or as many of its words as there is room for.
 
     >>> cut("yes (2 fields)"), cut("no: unsupported: the model has states; only attention is offloaded")
-    ('yes (2 fields)', 'no: unsupported: the model has states')
+    ('yes (2)', 'no: unsupported: the model has states')
     >>> cut("no: NotImplementedError: No WNA16 MoE backend supports the deployment configuration")
     'no: NotImplementedError: No WNA16 MoE backend'
     """
-    line = VALIDATION.sub("", first_line(reason))
+    line = VALIDATION.sub("", first_line(reason)).replace(" fields)", ")")
     if len(line) > MOST_CHARACTERS:
         line = line.partition("; ")[0]
     if len(line) > MOST_CHARACTERS:
