@@ -24,7 +24,7 @@ from kvferry.handoff.handshake import Versions, agree, ask_directory, compare_en
 from kvferry.handoff.messages import Directory, Identity, RankEntry
 from kvferry.handoff.wire.bootstrap import FAILURES, HttpAnswer, HttpRequest, exchange
 from kvferry.handoff.wire.client import within
-from kvferry.handoff.wire.trust import Keys, Trust, bare, in_url, is_loopback, is_numeric, look_up
+from kvferry.handoff.wire.trust import Keys, Trust, in_url, is_loopback, is_numeric, look_up
 from kvferry.integrations.vllm.facts import (
     ASKS,
     MAX_FACTS_BYTES,
@@ -42,7 +42,7 @@ from kvferry.peer_log import printable
 from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import PairPlan
 from kvferry.transport.cma import check_same_host
-from kvferry.transport.network import interface_of, rdma_devices
+from kvferry.transport.network import bare, interface_of, rdma_devices
 from kvferry.transport.nixl import NO_PORTS, NixlEndPoint, TcpPorts
 from kvferry.transport.protocol import decode_end_point, is_on_this_host
 from kvferry.transport.registry import in_common, nothing_in_common

@@ -36,7 +36,7 @@ def any_addresses(host: str, port: int) -> list[str]:
     >>> any_addresses("[::1]", 5600), any_addresses("127.0.0.1", 5600)
     (['::1'], ['127.0.0.1'])
     """
-    return [str(place[4][0]) for place in socket.getaddrinfo(_bare(host), port, type=socket.SOCK_STREAM)]
+    return [str(place[4][0]) for place in socket.getaddrinfo(bare(host), port, type=socket.SOCK_STREAM)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,8 @@ def _plain(address: str) -> IPv4Address | IPv6Address:
     return (isinstance(found, IPv6Address) and found.ipv4_mapped) or found
 
 
-def _bare(host: str) -> str:
+def bare(host: str) -> str:
+    """Return the host without the brackets of an IPv6 address."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 

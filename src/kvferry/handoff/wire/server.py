@@ -23,8 +23,9 @@ from typing import NamedTuple
 from kvferry.errors import HandoffError, KVFerryError, Reason
 from kvferry.handoff import messages as protocol
 from kvferry.handoff.messages import Answer, Question, Refusal, encode
-from kvferry.handoff.wire.trust import Keys, bare, is_ipv6
+from kvferry.handoff.wire.trust import Keys, is_ipv6
 from kvferry.peer_log import PeerLog
+from kvferry.transport.network import bare
 
 logger = PeerLog(logging.getLogger(__name__))
 READ_BYTES = 64 << 10

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
+from kvferry.transport.network import any_addresses, bare
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -152,11 +153,6 @@ def is_numeric(host: str) -> bool:
     return True
 
 
-def bare(host: str) -> str:
-    """Return the host without the brackets of an IPv6 address."""
-    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
-
-
 def is_ipv6(host: str) -> bool:
     return ":" in host
 
@@ -201,14 +197,14 @@ def nothing_listens(addresses: Sequence[str], port: int, timeout_seconds: float)
 def look_up(host: str, port: int) -> list[str]:
     """Return the addresses of a host, on the caller's thread. Raises :class:`HandoffError` (peer-unreachable)."""
     try:
-        found = socket.getaddrinfo(bare(host), port, type=socket.SOCK_STREAM)
+        found = any_addresses(host, port)
     except (OSError, ValueError) as error:
         raise HandoffError(
             Reason.PEER_UNREACHABLE,
             f"the host {host!r} cannot be looked up: {error}.",
             'Set "advertised_host" on that engine to an address or a name that this machine knows.',
         ) from error
-    return list(dict.fromkeys(str(place[4][0]) for place in found))[:MAX_ADDRESSES]
+    return list(dict.fromkeys(found))[:MAX_ADDRESSES]
 
 
 class Keys:

@@ -16,7 +16,8 @@ import msgspec
 import zmq
 
 from kvferry.errors import Reason, SettingsError
-from kvferry.handoff.wire.trust import bare, in_url, is_ipv6, parse_place
+from kvferry.handoff.wire.trust import in_url, is_ipv6, parse_place
+from kvferry.transport.network import bare
 
 BEAT_SECONDS = 1.0
 FORGOTTEN_SECONDS = 6.0
