@@ -20,7 +20,7 @@ from kvferry.integrations.vllm.connector import KVFerryConnector
 from kvferry.integrations.vllm.scheduler.blocks import KeptBlocks
 from kvferry.integrations.vllm.step import FailedTurns, PromptLoad, RankMetadata, StepMetadata
 from kvferry.integrations.vllm.versions import installed_version
-from kvferry.integrations.vllm.worker.records import Statistics, TransferLog
+from kvferry.integrations.vllm.worker.records import LoadTraces, Statistics, TransferLog
 from kvferry.integrations.vllm.worker.role import WorkerRole
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.plan.match import GroupBlocks
@@ -41,6 +41,7 @@ def rank_without_engine() -> Any:
     role: Any = WorkerRole.__new__(WorkerRole)
     role._refused, role._failed_turns, role._rank, role._source = [], set(), None, None
     role._statistics, role._log = Statistics(), TransferLog("", 0, NamedLayout.BHLNC)
+    role._traces = LoadTraces(0)
     return role
 
 

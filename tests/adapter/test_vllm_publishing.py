@@ -111,7 +111,7 @@ def test_the_next_load_connects_anew_where_a_connection_may_be_lost(error: KVFer
     role: Any = WorkerRole.__new__(WorkerRole)
     role._index, role._orders = 0, {"r": SimpleNamespace(hold="hold")}
     role._rank = SimpleNamespace(source_engines=SimpleNamespace(suspect=suspects.append))
-    role._statistics = role._log = role._destination = MagicMock()
+    role._statistics = role._log = role._traces = role._destination = MagicMock()
     role._account(JobResult("r", error))
     assert suspects == ["hold"] * is_suspect
 

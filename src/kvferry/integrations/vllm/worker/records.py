@@ -22,12 +22,13 @@ from kvferry.handoff.holds import UNRELEASED
 from kvferry.integrations.vllm.failed_loads import FAILED, MAX_FAILED
 from kvferry.integrations.vllm.step import PromptLoad
 from kvferry.layout.named_layouts import NamedLayout
+from kvferry.peer_log import PeerLog
 from kvferry.transport.registry import FACTORIES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-logger = logging.getLogger(__name__)
+logger = PeerLog(logging.getLogger(__name__))
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 WAIT_SECONDS = (*SECONDS, 30.0, 60.0, 120.0)
 """Up to the default of ``load_timeout_seconds``."""
