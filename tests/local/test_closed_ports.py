@@ -1,6 +1,8 @@
 """A port of the destination that takes no connection of the source: both engines say which, and what to open."""
 
+import ctypes
 import socket
+import struct
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -10,6 +12,7 @@ import pytest
 from kvferry.errors import Reason, TransportError
 from kvferry.handoff import destination as handoff_destination
 from kvferry.handoff.source import END
+from kvferry.transport import nixl
 from kvferry.transport.network import listeners, listens_at
 from kvferry.transport.nixl import NixlEndPoint, NixlTransport, TcpPorts
 from kvferry.transport.protocol import reach
@@ -23,13 +26,25 @@ SOURCE, TARGET = [5, 1, 4], [0, 3, 2]
 RANGE = "23700-23799"
 
 
-def close_ports(ports: Sequence[int]) -> None:
-    """Let sockets of this process that listen on these ports refuse connections from now on."""
+SO_ATTACH_FILTER = 26
+
+
+def close_ports(ports: Sequence[int], *, drops: bool) -> None:
+    """Let sockets of this process that listen on these ports refuse connections from now on, or drop their packets.
+
+    UCX closes a listening socket that fails, and never takes its number out of its table: no agent of this process
+    could open a socket of that number any more. So packets of UCX are dropped.
+    """
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # a program of "return 0"
+    program = struct.pack("HxxxxxxP", 1, ctypes.addressof(drop_all))
     closed = set()
     for _, listener in listeners():
         with listener:
             if (port := listener.getsockname()[1]) in ports:
-                listener.shutdown(socket.SHUT_RDWR)
+                if drops:
+                    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+                else:
+                    listener.shutdown(socket.SHUT_RDWR)
                 closed.add(port)
     assert closed == set(ports)
 
@@ -39,6 +54,7 @@ def port_range(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Let UCX use TCP, as between hosts, and ports of a range, or any free one."""
     pytest.importorskip("nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr(nixl, "CONNECT_SECONDS", 1.0)
     found: str = request.param
     monkeypatch.setenv("UCX_TCP_PORT_RANGE", found or "0")
     return found
@@ -62,7 +78,7 @@ def test_an_end_point_names_the_port_that_a_closed_connection_needs(port_range: 
         ports = ports_of(end_point)
         assert set(ports.places) <= {place for inode, place in listens_at().items() if inode not in before}
         assert ports.port_range == port_range
-        close_ports([port for _, port in ports.places])
+        close_ports([port for _, port in ports.places], drops=True)
         with pytest.raises(TransportError) as caught:
             reach(source, end_point)
         assert caught.value.reason is Reason.PEER_UNREACHABLE
@@ -77,7 +93,7 @@ def test_both_engines_name_the_port_of_the_data(
 ) -> None:
     sender, [receiver] = engines.open(transport="nixl")
     ports = ports_of(receiver.end_points["nixl"])
-    close_ports([port for _, port in ports.places])
+    close_ports([port for _, port in ports.places], drops=True)
     sender.compute(END, SOURCE)
     receiver.receive(sender.hold(), TARGET)
     error = receiver.result().error
@@ -111,7 +127,7 @@ def test_a_source_that_waits_names_the_port_of_a_rank_that_takes_no_connection(
 ) -> None:
     sender, [receiver] = engines.open()
     port = receiver.listener.port
-    close_ports([port])
+    close_ports([port], drops=False)
     receiver.receive(sender.hold(), TARGET)
     error = receiver.result().error
     assert error is not None

@@ -667,8 +667,12 @@ def _translate(error: Exception, transfer: NixlTransfer) -> TransportError:
 
 
 def _ucx_configuration() -> str:
-    """Return UCX's settings in NIXL's form. Where UCX's variable of a setting is set, UCX takes that value."""
-    return ",".join([f"TCP_USER_TIMEOUT={SILENCE_SECONDS}s", *ucx_settings()])
+    """Return UCX's settings in NIXL's form. Where UCX's variable of a setting is set, UCX takes that value.
+
+    By default UCX waits within a call until the peer's host takes a connection: 30 s where a firewall drops packets.
+    No other transfer of the thread would move meanwhile.
+    """
+    return ",".join([f"TCP_USER_TIMEOUT={SILENCE_SECONDS}s", "TCP_CONN_NB=y", *ucx_settings()])
 
 
 @contextmanager
