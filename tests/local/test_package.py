@@ -87,26 +87,53 @@ def test_make_package_sets_up_nothing() -> None:
     assert told.split() == ["/somewhere/python", "scripts/package.py"]
 
 
-def test_the_readmes_lines_write_nothing_but_the_answer_to_standard_output(tmp_path: Path) -> None:
-    """The check of the package reads it as JSON; engines, the router and its health check print too."""
-    programs = {
+def run_readme_lines(folder: Path, **programs: str) -> "subprocess.CompletedProcess[str]":
+    """Run the README's lines for a CPU in an empty folder, with programs that only say that they ran."""
+    (folder / "empty").mkdir()
+    stand_ins = {
+        "python3.11": "mkdir -p environment/bin; echo echo activated > environment/bin/activate",
+        "pip": "echo installed",
         "python": "echo engine",
         "vllm-router": "echo router",
-        "kvferry": "echo check; touch checked",
+        "kvferry": "echo checked",
         "curl": '[[ "$*" == *health* ]] && echo healthy || echo answer',
     }
-    for name, line in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
+    for name, line in (stand_ins | programs).items():
+        (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / name).chmod(0o755)
     command = [sys.executable, "-c", "import check_package; print(check_package.readme_lines(), end='')"]
     lines = subprocess.run(command, cwd=ROOT / "scripts", check=True, capture_output=True, text=True, timeout=60).stdout
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    ran = subprocess.run(
-        ["/bin/bash", "-c", lines], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(
+        ["/bin/bash", "-c", lines], cwd=folder / "empty", env=environment, capture_output=True, text=True, timeout=60
     )
+
+
+def test_the_readmes_lines_go_from_an_environment_to_an_answer(tmp_path: Path) -> None:
+    """The check of the package reads standard output as JSON; all but the last line print elsewhere."""
+    ran = run_readme_lines(tmp_path)
+    assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "answer\n"
-    assert ran.stderr.count("engine\n") == 2
-    assert (tmp_path / "checked").exists()
+    assert ran.stderr.split()[:2] == ["activated", "installed"]
+    assert sorted(ran.stderr.split()[2:]) == ["checked", "engine", "engine", "healthy", "router"]
+
+
+@pytest.mark.parametrize(
+    ("failing", "others", "told", "never"),
+    [
+        ("pip", "", "this line failed: pip install", "engine"),
+        ("kvferry", "", "this line failed: kvferry check", "answer"),
+        ("python", "sleep 20; exit 1", "an engine or the router has ended", "checked"),
+    ],
+)
+def test_the_readmes_lines_end_at_the_first_that_fails(
+    failing: str, others: str, told: str, never: str, tmp_path: Path
+) -> None:
+    """An engine's line too, which runs while others do: nobody waits for a health that never comes."""
+    ran = run_readme_lines(tmp_path, **{failing: "exit 1"}, **({"curl": others} if others else {}))
+    assert ran.returncode != 0
+    assert told in ran.stderr
+    assert never not in ran.stdout + ran.stderr.replace(told, "")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--debootstrap"]], ids=" ".join)
