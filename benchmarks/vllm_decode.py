@@ -93,6 +93,7 @@ def measure(contestant: Contestant, load: Load, phase: str, gaps: Gaps) -> None:
     running = replace(contestant, output_tokens=load.answer_tokens)
     arriving = replace(contestant, output_tokens=ARRIVED_TOKENS)
     draw = contestant.generator.integers
+    before, num_arrived = contestant.counted(), 0
     prompts = draw(0, contestant.vocabulary_size, (load.running, RUNNING_TOKENS)).tolist()
     with ThreadPoolExecutor(load.running) as pool, ThreadPoolExecutor(load.running) as arrivals:
         answers = [pool.submit(running.load, prompt, None, str(uuid.uuid4()), REQUEST_SECONDS) for prompt in prompts]
@@ -102,15 +103,24 @@ def measure(contestant: Contestant, load: Load, phase: str, gaps: Gaps) -> None:
             prompt = draw(0, contestant.vocabulary_size, load.tokens).tolist()
             if phase == COMPUTED:
                 sent.append(arrivals.submit(arriving.complete, contestant.prefill, prompt, 1, REQUEST_SECONDS))
+                # The decode engine answers as many requests as with transfers.
+                few = prompt[:RUNNING_TOKENS]
+                sent.append(arrivals.submit(arriving.complete, contestant.decode, few, ARRIVED_TOKENS, REQUEST_SECONDS))
             else:
                 sent.append(arrivals.submit(arriving.request, prompt, REQUEST_SECONDS))
+            num_arrived += 1
             next_at += 1 / load.per_second
             time.sleep(max(0.0, next_at - time.perf_counter()))
         times = [np.array([when for when, _ in answer.result()]) for answer in answers]
         for arrived in sent:
             arrived.result()
+    if phase == HANDED_OVER:
+        computed = contestant.moved_since(before, num_arrived).computed_tokens - load.running * RUNNING_TOKENS
+        if computed >= num_arrived * load.tokens / 2:
+            problem = f"{contestant.name}: {computed:g} tokens of the {num_arrived} prompts were computed, not moved."
+            raise TransportError(Reason.TRANSFER_FAILED, problem, "Look into the engines' logs.")
     gaps.seconds[phase] += gaps_between(times).tolist()
-    gaps.arrived[phase] += len(sent)
+    gaps.arrived[phase] += num_arrived
 
 
 def gaps_between(times: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.float64]:

@@ -153,11 +153,22 @@ def let_sleep(role: Any) -> None:
 
 
 def scheduled(
-    num_tokens: dict[str, int], block_ids: dict[str, tuple[list[int], ...]] | None = None, preempted: Any = ()
+    num_tokens: dict[str, int],
+    block_ids: dict[str, tuple[list[int], ...]] | None = None,
+    preempted: Any = (),
+    num_computed: dict[str, int] | None = None,
 ) -> Any:
-    """Return the output of vLLM's scheduler for a step that computes so many tokens of each request."""
+    """Return the output of vLLM's scheduler for a step that computes so many tokens of each request, after so many of
+    each that is new.
+    """
     state = SimpleNamespace(get_block_ids=(block_ids or {}).get)
-    return SimpleNamespace(num_scheduled_tokens=num_tokens, preempted_req_ids=preempted, kv_connector_block_state=state)
+    new = [SimpleNamespace(req_id=name, num_computed_tokens=number) for name, number in (num_computed or {}).items()]
+    return SimpleNamespace(
+        num_scheduled_tokens=num_tokens,
+        preempted_req_ids=preempted,
+        kv_connector_block_state=state,
+        scheduled_new_reqs=new,
+    )
 
 
 def next_step(role: Any, *request_ids: str) -> Any:

@@ -14,7 +14,7 @@ from kvferry.integrations.vllm.scheduler.role import TELL_SECONDS
 
 from ..waits import wait_until
 from .handoff_engine import make_engine
-from .scheduler_requests import A_RANK, FULL, PROMPT, allocated, let_sleep, next_step, request
+from .scheduler_requests import A_RANK, FULL, PROMPT, allocated, let_sleep, next_step, request, scheduled
 from .test_forged_parameters import UNIFORM
 
 __all__ = ["make_engine"]
@@ -117,8 +117,10 @@ def test_tokens_of_requests_that_name_no_prefill_engine_are_counted_once(
     ours = request(PROMPT, params)
     role.on_new_request(ours)
     for _ in range(2):  # the second time it was preempted
-        assert role.get_num_new_matched_tokens(ours, 16) == (0, False)
+        assert role.get_num_new_matched_tokens(ours, 0) == (0, False)
         role.update_state_after_alloc(ours, allocated(BLOCKS), 0)
+        # Another connector has loaded 16 tokens.
+        role.build_connector_meta(scheduled({ours.request_id: 64}, num_computed={ours.request_id: 16}))
     role.request_finished(ours, (BLOCKS,), is_complete=True)
     taken = role.take_statistics()
     assert ({} if taken is None else taken.data["computed_tokens"]) == counted
@@ -130,4 +132,4 @@ def test_a_request_that_ends_before_it_is_computed_is_forgotten(make_role: Any) 
     role.on_new_request(ours)
     role.get_num_new_matched_tokens(ours, 0)
     role.request_finished(ours, ([],), is_complete=False)
-    assert (role._unnamed, role._missing, role.take_statistics()) == (set(), {}, None)
+    assert (role._unnamed, role._missing, role.take_statistics()) == ({}, {}, None)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ pytest.importorskip("vllm")
 
 from kvferry.cli.timeline_jobs import Kind, Wanted, find, jobs
 from kvferry.cli.transfer_records import HoldTimes, LoadedRequest, decode, open_logs
+from kvferry.handoff.holds import Ending
+from kvferry.integrations.vllm.scheduler.request_times import RequestTimes
 from kvferry.integrations.vllm.scheduler.role import SchedulerRole
 from kvferry.integrations.vllm.worker.records import LineLog
 
@@ -107,3 +110,18 @@ def test_a_log_that_takes_no_line_is_told_once_and_no_request_fails(caplog: pyte
     log.close()
     [told] = caplog.messages
     assert "/dev/full takes no more lines: No space left on device" in told
+
+
+def test_a_second_hold_of_a_preempted_request_has_times_of_its_own(tmp_path: Path) -> None:
+    """As after a reset of the cache. A hold that ended before anybody could see that it began has a line, too."""
+    times = RequestTimes(str(tmp_path / "log"))
+    request: Any = SimpleNamespace(request_id="r", num_tokens=3, num_prompt_tokens=3)
+    first, second, unseen = (SimpleNamespace(transfer_id=name, request_id="r", held_at=None) for name in "abc")
+    for hold in (first, second):
+        times.begin_hold(request, hold)  # type: ignore[arg-type]
+        times.begin_step(["r"])
+    for hold in (first, second, unseen):
+        times.end_hold(SimpleNamespace(hold=hold, ending=Ending.RELEASED))  # type: ignore[arg-type]
+    times.close()
+    records = [decode(line) for line in lines_of(tmp_path / "log")]
+    assert [record.hold for record in records if isinstance(record, HoldTimes)] == ["a", "b", "c"]

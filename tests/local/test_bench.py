@@ -520,7 +520,7 @@ def test_an_interrupt_does_not_wait_for_requests(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Contestant, "request", request)
     server = SimpleNamespace(metrics=dict)
-    monkeypatch.setattr(Contestant, "_counted", lambda _: {})
+    monkeypatch.setattr(Contestant, "counted", lambda _: {})
     contestant = Contestant(NONE, server, None, 1000, 4)  # type: ignore[arg-type]
     prompts = [[0, 1], [2, 3]]
     contestant.generator = SimpleNamespace(  # type: ignore[assignment]

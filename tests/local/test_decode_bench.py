@@ -3,6 +3,7 @@
 import importlib
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,9 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("vllm_decode")
 
 
-def engines(name: str, stall: float = STEP, refused: str = "") -> Contestant:
+def engines(name: str, stall: float = STEP, refused: str = "", computes: int = 0) -> Contestant:
     """Return engines whose running requests end with the next prompt that comes when all run; one that is handed over
-    makes one step of each take ``stall`` seconds.
+    makes one step of each take ``stall`` seconds. The decode engine ``computes`` so many tokens of each of these.
     """
     came = threading.Condition()
     arrived: list[tuple[str, int]] = []
@@ -35,8 +36,16 @@ def engines(name: str, stall: float = STEP, refused: str = "") -> Contestant:
         seen = arrived
 
         def complete(self, server: Any, prompt: Any, max_tokens: int, seconds: float) -> dict[str, Any]:
-            assert server == "prefill"
+            if server == "decode":
+                assert (len(prompt), max_tokens) == (64, 2)
+                return {}
             return self.arrive("computed", prompt)
+
+        def counted(self) -> dict[str, float]:
+            return {}
+
+        def moved_since(self, before: Any, num_loads: int) -> Any:
+            return SimpleNamespace(computed_tokens=64 * RUNNING + computes * num_loads)
 
         def request(self, prompt: Any, seconds: float) -> Any:
             answer = self.arrive("handed over", prompt)
@@ -95,7 +104,15 @@ def test_the_ratio_is_that_of_the_99th_percentiles(bench: Any) -> None:
 
 def test_a_connector_that_fails_has_its_reason_and_the_other_its_figures(bench: Any) -> None:
     contestants = [engines(KVFERRY), engines(NIXL, refused="the engine has ended.")]
-    found = bench.compare(contestants, bench.Load(RUNNING, 20, 30, 100.0), 1)
+    found = bench.compare(contestants, bench.Load(RUNNING, 20, 80, 100.0), 1)
     assert not found[KVFERRY].problem
     assert found[NIXL].to_json() == {"problem": found[NIXL].problem}
     assert "handed over: the engine has ended." in bench.summary(found)
+
+
+def test_prompts_that_the_decode_engine_computed_are_not_taken_for_moved(bench: Any) -> None:
+    found = bench.compare(
+        [engines(KVFERRY, computes=1), engines(NIXL, computes=80)], bench.Load(RUNNING, 20, 80, 100.0), 1
+    )
+    assert not found[KVFERRY].problem
+    assert "were computed, not moved" in found[NIXL].problem

@@ -198,11 +198,11 @@ class Contestant:
             if self.connector.flow is Flow.TWICE:
                 _, expected = answers()
                 self._forget(seconds)
-            before = self._counted()
+            before = self.counted()
             began_at = time.perf_counter()
             requests, found = answers()
             took = time.perf_counter() - began_at
-            moved = self._moved_since(before, cell.at_once)
+            moved = self.moved_since(before, cell.at_once)
             if (prefill := self.prefill) is not None:
                 if moved.computed_tokens >= cell.tokens * cell.at_once:
                     problem = f"{self.name}: nothing moved; the decode engine computed all {cell.tokens} tokens itself."
@@ -223,15 +223,17 @@ class Contestant:
                 problem = f"{self.name}: the engine keeps blocks in use for {seconds:.0f} s."
                 raise TransportError(Reason.DEADLINE_EXCEEDED, problem, "Look into the engine's log.")
 
-    def _moved_since(self, before: Mapping[str, float], num_loads: int) -> Moved:
+    def moved_since(self, before: Mapping[str, float], num_loads: int) -> Moved:
+        """Return what has moved since :meth:`counted`, once so many loads are counted, or some seconds later."""
         deadline = time.monotonic() + METRIC_SECONDS
         while True:
-            moved = Moved(**{name: value - before[name] for name, value in self._counted().items()})
+            moved = Moved(**{name: value - before[name] for name, value in self.counted().items()})
             if moved.loads >= num_loads or not self.connector.metrics or time.monotonic() >= deadline:
                 return moved
             time.sleep(0.05)
 
-    def _counted(self) -> dict[str, float]:
+    def counted(self) -> dict[str, float]:
+        """Return what the engines have counted until now of loads and computed tokens."""
         metrics = self.decode.metrics()
         computed = prompt_tokens(metrics).computed
         if self.prefill is not None and self.connector.counted_by == "kv_producer":

@@ -463,6 +463,7 @@ class AwaitedLoad:
         self._transports: dict[int, str] = {}
         self._announcements: dict[int, Announce] = {}
         self._announced_at: dict[int, float] = {}
+        self._answered_at: dict[int, float] = {}
         self._registrations: dict[int, int] = {}
         self._done_at: dict[int, float] = {}
         self._digests: dict[int, PartDigests] = {}
@@ -779,6 +780,7 @@ class AwaitedLoad:
     def _note_announced(self, load: DestinationLoad, index: int, answer: Announced) -> None:
         # The first answer alone names the transport.
         self._transports.setdefault(index, answer.transport)
+        self._answered_at.setdefault(index, time.monotonic())
         if answer.over is not None and (answer.over.key, answer.over.source_index) == (self._key, index):
             if isinstance(answer.over, Written) and index not in self._written:
                 self._tell_if_late(index, answer.over)
@@ -788,7 +790,7 @@ class AwaitedLoad:
 
     def _tell_if_late(self, index: int, report: Written) -> None:
         """Log that a report was asked for which its source had sent in vain."""
-        seconds = time.monotonic() - self._announced_at[index]
+        seconds = time.monotonic() - self._answered_at[index]
         seconds -= report.seconds.post + report.seconds.move + report.seconds.confirm
         if seconds >= LATE_REPORT_SECONDS:
             where = "{0.host}:{0.port}".format(self._sources[index].answers_at)

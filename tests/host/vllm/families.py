@@ -115,7 +115,7 @@ class Place:
 
     def loads(self, name: str) -> list[dict[str, Any]]:
         """Return what the ranks of an engine have loaded."""
-        lines = [line for path in self.folder.glob(f"{name}.loads*") for line in path.read_text().splitlines()]
+        lines = [line for path in self.folder.glob(f"{name}.loads.rank*") for line in path.read_text().splitlines()]
         return [json.loads(line) for line in lines]
 
 

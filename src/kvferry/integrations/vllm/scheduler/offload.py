@@ -321,8 +321,7 @@ class OffloadScheduler:
             self._sizes = sizes
             for tier, (used, capacity) in sizes.items():
                 self._statistics.set("tier_capacity_bytes", capacity, tier)
-                if used is not None:
-                    self._statistics.set("tier_used_bytes", used, tier)
+                self._statistics.set("tier_used_bytes", used or 0, tier)
 
     def _tier_wait(self, step: OffloadStep) -> float:
         """Return how long a step waits: not at all where ranks have something to do."""

@@ -50,6 +50,8 @@ class RequestTimes:
     def begin_hold(self, request: "Request", hold: Hold | None) -> None:
         """The engine has given blocks to a request, whose hold is this one, if any; of a preempted request, again."""
         if hold is not None and hold.transfer_id not in self._holds:
+            # A second hold of a preempted request has times of its own.
+            self._running.pop(request.request_id, None)
             self._holds[hold.transfer_id] = time.monotonic(), self._run(request).times
 
     def begin_load(self, request: "Request", transfer_id: str) -> None:
@@ -83,7 +85,7 @@ class RequestTimes:
         """A hold has ended. One of an answer, which nothing has begun, began when its request ended."""
         if (hold := ended.hold) is None:
             return
-        began_at, times = self._holds.pop(hold.transfer_id, (hold.held_at, _Times()))
+        began_at, times = self._holds.pop(hold.transfer_id, (hold.held_at or time.monotonic(), _Times()))
         line = {"hold": hold.transfer_id, "request_id": hold.request_id, "began_at": began_at}
         self._append(line | _as_json(times) | {"held_at": hold.held_at, "ending": ended.ending.value})
 

@@ -136,8 +136,8 @@ class SchedulerRole:
         self._outdated: set[str] = set()
         self._missing: dict[str, tuple[int, Cause | None]] = {}
         """How many tokens a load was to bring to each request when vLLM last asked, and why none is ordered."""
-        self._unnamed: set[str] = set()
-        """New requests to a decode engine that name no prefill engine."""
+        self._unnamed: dict[str, int] = {}
+        """Requests to a decode engine that name no prefill engine and have not run, with their prompts' tokens."""
         self._counted = dict.fromkeys(("ready", "holds", "in_quarantine", "quarantined_blocks"), 0)
         """What statistics were last told."""
         self._has_untold, self._tell_at = False, 0.0
@@ -172,7 +172,7 @@ class SchedulerRole:
             params = request.kv_transfer_params = None
         if not params:
             if self._kv_role == "kv_consumer":
-                self._unnamed.add(request.request_id)
+                self._unnamed[request.request_id] = request.num_prompt_tokens
             return
         if params.get("do_remote_decode"):
             if self._num_recomputed:
@@ -190,9 +190,6 @@ class SchedulerRole:
         computes the next one anyway.
         """
         if not self._awaits_load(request):
-            if request.request_id in self._unnamed:
-                num_missing = request.num_prompt_tokens - num_computed_tokens
-                self._missing[request.request_id] = num_missing, Cause.NO_PARAMETERS
             return 0, False
         # Loads end by their deadline and make room; quarantined blocks may not.
         is_full = bool(self._loading) and self._num_loads >= MAX_LOADS
@@ -214,9 +211,6 @@ class SchedulerRole:
         """The engine has given the request blocks: order the load once, or release the remote hold."""
         params = request.kv_transfer_params
         if not params:
-            if request.request_id in self._unnamed:
-                self._unnamed.discard(request.request_id)
-                self._count_computed(request.request_id)
             return
         if params.get("do_remote_decode"):
             self._source.begin(request)
@@ -250,8 +244,7 @@ class SchedulerRole:
         """
         params = request.kv_transfer_params
         if not params:
-            self._unnamed.discard(request.request_id)
-            self._missing.pop(request.request_id, None)
+            self._unnamed.pop(request.request_id, None)
             return False, None
         self._missing.pop(request.request_id, None)
         if self._times is not None:
@@ -279,6 +272,7 @@ class SchedulerRole:
         if self._weights_version != self._engine.weights_version:
             self.reset_cache()
         self._source.note_schedule(output)
+        self._count_unnamed(output)
         if self._times is not None:
             self._times.begin_step(output.num_scheduled_tokens)
         with state.holds_lock:
@@ -464,6 +458,15 @@ class SchedulerRole:
         num_missing, cause = self._missing.pop(request_id, (0, None))
         if cause is not None:
             self._state.statistics.count("computed_tokens", num_missing, cause.value)
+
+    def _count_unnamed(self, output: "SchedulerOutput") -> None:
+        """Count what a decode engine computes of prompts that name no prefill engine, once they run: another connector
+        may have loaded the rest.
+        """
+        for new in output.scheduled_new_reqs if self._unnamed else ():
+            num_missing = self._unnamed.pop(new.req_id, 0) - new.num_computed_tokens
+            if num_missing > 0:
+                self._state.statistics.count("computed_tokens", num_missing, Cause.NO_PARAMETERS.value)
 
     @property
     def _is_ready(self) -> bool:

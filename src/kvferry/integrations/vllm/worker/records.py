@@ -490,10 +490,11 @@ class LoadTraces:
             "kvferry.rank": self._rank,
             "kvferry.bytes": int(result.num_bytes),
             "kvferry.descriptors": int(result.num_descriptors),
-            "kvferry.transport": result.transport,
+            "kvferry.transport": _transport_label(result.transport),
         }
         if result.error is not None:
             attributes["error.type"] = result.error.reason.value
         ended_at = began_at + int(1e9 * result.wait_seconds)
-        context = extract_trace_context(order.trace_headers)
+        # Without a header vLLM would take the trace of the engine's own start, which this process has inherited.
+        context = extract_trace_context(order.trace_headers or {"traceparent": ""})
         instrument_manual("kvferry.load", began_at, ended_at, attributes, context)
