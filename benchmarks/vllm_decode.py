@@ -133,7 +133,7 @@ def gaps_between(times: Sequence[npt.NDArray[np.float64]]) -> npt.NDArray[np.flo
     """
     begin, end = max(each[0] for each in times), min(each[-1] for each in times)
     found = [np.diff(each)[(each[:-1] >= begin) & (each[1:] <= end)] for each in times]
-    gaps = np.concatenate(found)
+    gaps: npt.NDArray[np.float64] = np.concatenate(found)
     if not len(gaps):
         problem = "a running request had all of its tokens before another had its first."
         raise TransportError(Reason.INVALID_REQUEST, problem, "Use a larger --answer-tokens.")

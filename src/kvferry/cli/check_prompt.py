@@ -346,7 +346,7 @@ def _answered(server: Server, answer: HttpAnswer, request_id: str = "", reasons:
     )
 
 
-def _late(decode: Counted, seconds: float, request_id: str, open_ports: str) -> HandoffError:
+def _late(decode: Counted, seconds: float, request_id: str, open_ports: str) -> KVFerryError:
     """Return the error of a decode engine that has not answered in time."""
     with suppress(KVFerryError):
         decode.take(time.monotonic())
@@ -426,8 +426,9 @@ def _decode_rows(counted: Counted, milliseconds: float | None, num_ranks: int) -
     for phase, transport, each in counted.by_phase(num_ranks):
         times.get(phase, []).append((transport, each))
     for phase, text in PHASE_TEXTS.items():
-        for transport, each in times[phase] or [("", None)]:
-            rows.append(TimeRow("decode", f"{phase}: {text}", each, 2 if phase == "next_step" else 3, phase, transport))
+        for transport, taken in times[phase] or [("", None)]:
+            depth = 2 if phase == "next_step" else 3
+            rows.append(TimeRow("decode", f"{phase}: {text}", taken, depth, phase, transport))
         if phase == "confirm":
             rows.append(TimeRow("decode", "comparing digests", counted.milliseconds(COMPARE, num_ranks), 4))
     rows.append(TimeRow("decode", "last token computed", compute, 1))
