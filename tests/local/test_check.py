@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind
 from kvferry.models.families import alike
 from kvferry.models.groups import AttentionCache
-from kvferry.transport.nixl import NixlEndPoint, TcpPorts
+from kvferry.transport.nixl import NixlEndPoint
 from kvferry.transport.protocol import own_identity
 
 from ..support.dense import shard_for
@@ -363,25 +363,64 @@ def test_the_port_of_a_rank_that_takes_no_connection_is_named(pair: Pair, monkey
     assert str(port) in found["notes"][0]
 
 
-@pytest.mark.parametrize(("num_open", "has_rdma"), [(0, False), (0, True), (1, False)])
-def test_the_port_of_the_data_that_takes_no_connection_is_named(
-    num_open: int, has_rdma: bool, pair: Pair, monkeypatch: pytest.MonkeyPatch
+OTHER_PORTS = "the decode engine has taken other ports since a fence (its log says so)"
+
+
+def over_nixl(pair: Pair, places: Sequence[tuple[str, int]], port_range: str = "") -> list[EngineInProcess]:
+    """Return a prefill engine, and a decode engine whose NIXL says that it listens at the places."""
+    nixl = NixlEndPoint("nixl", 1, "decode", b"metadata", [], 4096, bytes(16))
+    values = msgspec.to_builtins(nixl) | {"tcp_ports": (places, port_range)}  # also what a rank refuses
+    ends = {"end_points": {"nixl": msgspec.msgpack.encode(values | {"nonce": bytes(16), "metadata": b"metadata"})}}
+    return [pair.prefill(entry={"end_points": {"nixl": b""}}), pair.decode(entry=ends)]
+
+
+@pytest.mark.parametrize("num_open", [0, 1])
+def test_the_port_of_the_data_that_takes_no_connection_is_named_and_the_prompt_decides(
+    num_open: int, pair: Pair
 ) -> None:
-    """One of a rank's interfaces that the prefill engine reaches will do, and RDMA needs no port."""
-    monkeypatch.setattr(check_pair, "rdma_devices", lambda: ["mlx5_0:1"] * has_rdma)
+    """One of a rank's interfaces that the prefill engine reaches will do. RDMA needs no port, and a fence takes others:
+    a pair that worked could not, and got no prompt.
+    """
     port = free_port()
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         places = [("127.0.0.1", port), *[listening.getsockname()][:num_open]]
-        ports = TcpPorts(tuple(places), "23700-23799")
-        nixl = NixlEndPoint("nixl", 1, "decode", b"metadata", [], 4096, bytes(16), tcp_ports=ports)
-        over_nixl = {"end_points": {"nixl": msgspec.msgpack.encode(nixl)}}
-        engines = pair.prefill(entry={"end_points": {"nixl": b""}}), pair.decode(entry=over_nixl)
-        code, found = pair.report(*engines, "--no-prompt")
-    assert code == (check.WORKS if num_open or has_rdma else check.CANNOT_WORK)
-    told = [f"{each['message']} {each['remedy']}" for each in found["problems"]] + found["notes"]
-    told = [text for text in told if f"127.0.0.1:{port}, and this machine gets no connection" in text]
+        code, found = pair.report(*over_nixl(pair, places, "23700-23799"))
+    assert (code, found["problems"], len(found["prompts"])) == (check.WORKS, [], 1)
+    told = [text for text in found["notes"] if f"127.0.0.1:{port}, and this machine gets no connection" in text]
     assert len(told) == 1 - num_open
-    assert all("Open TCP ports 23700-23799 of 127.0.0.1 (UCX_TCP_PORT_RANGE there)" in text for text in told)
+    what = "Open TCP ports 23700-23799 of 127.0.0.1 (UCX_TCP_PORT_RANGE there)"
+    assert all(what in text and f"A firewall closes these ports, or {OTHER_PORTS}." in text for text in told)
+
+
+@pytest.mark.parametrize("step", [1, -1], ids=["closed first", "closed last"])
+def test_places_that_are_closed_and_places_that_are_not_tried_are_both_named(step: int, pair: Pair) -> None:
+    """Whichever came last hid the other."""
+    places = [("127.0.0.1", free_port()), ("192.0.2.7", 23700)]
+    code, found = pair.report(*over_nixl(pair, places[::step]), "--no-prompt")
+    [note] = [text for text in found["notes"] if "192.0.2.7:23700" in text]
+    assert code == check.WORKS
+    assert f"at 127.0.0.1:{places[0][1]}, and this machine gets no connection there: [Errno 111]" in note
+    assert "192.0.2.7:23700, where the decode engine says that it listens, was not tried: without keys" in note
+    assert note.endswith(" Or run it with --keys.")
+
+
+@pytest.mark.parametrize("address", ["::ffff:127.0.0.1", "::ffff:0.0.0.0", "0.0.0.0", "::", "1.2.3.4.5", "::::"])
+def test_no_spelling_of_an_address_leads_to_a_loopback_that_is_another_host_s(
+    address: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_pair.Side, "is_on_this_host", property(lambda side: False))
+    connect, tried = check_pair.connects_to, set[int]()
+
+    def watched(addresses: Sequence[str], port: int, until: float) -> bool:
+        tried.add(port)
+        return connect(addresses, port, until)
+
+    monkeypatch.setattr(check_pair, "connects_to", watched)
+    monkeypatch.setattr(check_pair, "look_up", lambda host, _: [host])
+    port = free_port()
+    _, found = pair.report(*over_nixl(pair, [(address, port)]), "--no-prompt")
+    assert port not in tried
+    assert str(port) not in str(found["notes"])
 
 
 def test_ports_are_not_tried_for_ever(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -618,15 +657,13 @@ class TestOnePrompt:
         assert "kvferry-check-" in problem["remedy"]
         assert prefill.released == ["cmpl-1"]
 
-    @pytest.mark.parametrize("loads", [True, False])
+    @pytest.mark.parametrize(("loads", "port_range"), [(True, ""), (False, ""), (False, "23700-23799")])
     def test_a_late_answer_names_the_ports_between_the_engines_unless_the_cache_has_come(
-        self, loads: bool, pair: Pair
+        self, loads: bool, port_range: str, pair: Pair
     ) -> None:
         listening = pair.opened(socket.create_server(("127.0.0.1", 0)))
-        ports = TcpPorts((listening.getsockname(),), "23700-23799")
-        nixl = NixlEndPoint("nixl", 1, "decode", b"metadata", [], 4096, bytes(16), tcp_ports=ports)
-        decode = pair.decode(entry={"end_points": {"nixl": msgspec.msgpack.encode(nixl)}})
-        prefill, over = pair.prefill(), threading.Event()
+        at = listening.getsockname()
+        [prefill, decode], over = over_nixl(pair, [at], port_range), threading.Event()
         answer = decode.replies["/v1/completions"]
 
         def late(*given: Any) -> tuple[int, Any]:
@@ -643,7 +680,8 @@ class TestOnePrompt:
         assert ("loaded the cache" in problem["message"]) == loads
         told = (
             f"from decode to prefill 127.0.0.1:{prefill.listener.port}; "
-            f"from prefill to decode 127.0.0.1:{decode.listener.port}; for nixl 127.0.0.1:23700-23799."
+            f"from prefill to decode 127.0.0.1:{decode.listener.port}; for nixl 127.0.0.1:"
+            f"{port_range or f'{at[1]}, unless {OTHER_PORTS}'}."
         )
         assert (told in problem["remedy"]) == (not loads), problem
         assert prefill.released == ["cmpl-1"]

@@ -4,7 +4,8 @@ import ctypes
 import socket
 import struct
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,8 +15,8 @@ from kvferry.handoff import destination as handoff_destination
 from kvferry.handoff.source import END
 from kvferry.transport import nixl
 from kvferry.transport.network import listeners, listens_at
-from kvferry.transport.nixl import NixlEndPoint, NixlTransport, TcpPorts
-from kvferry.transport.protocol import reach
+from kvferry.transport.nixl import NixlEndPoint, NixlTransport, TcpMessages, TcpPorts
+from kvferry.transport.protocol import NONCE_BYTES, decode_end_point, reach
 
 from .engines_in_process import HOST
 from .engines_that_write import Pairs, check_arrived, engines
@@ -84,6 +85,42 @@ def test_an_end_point_names_the_port_that_a_closed_connection_needs(port_range: 
         assert caught.value.reason is Reason.PEER_UNREACHABLE
         assert [text for text in expected(ports, port_range) if text not in str(caught.value)] == []
         assert expected(ports, port_range)[1] in caught.value.remedy
+
+
+@pytest.mark.parametrize("port_range", [""], indirect=True)
+def test_ports_that_others_open_meanwhile_are_not_those_of_an_agent(
+    port_range: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads of an engine open servers while the agent starts: such a port says nothing of NIXL's."""
+    create = NixlTransport._create_agent
+    with ExitStack() as others:
+
+        def busy(transport: NixlTransport) -> tuple[Any, Any]:
+            for address in ("", "127.0.0.9"):  # every interface, and an address that no interface lists
+                others.enter_context(socket.create_server((address, 0)))
+            return create(transport)
+
+        monkeypatch.setattr(NixlTransport, "_create_agent", busy)
+        with closing(NixlTransport()) as transport:
+            assert [address for address, _ in ports_of(transport.register([])).places] == [HOST]
+
+
+def test_what_listens_on_every_interface_is_left_out() -> None:
+    places = [("0.0.0.0", 1), ("::", 2), ("::ffff:10.0.0.2", 3)]
+    assert TcpPorts.of(places, {}).places == (("10.0.0.2", 3),)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "::ffff:0.0.0.0", "1.2.3.4.5", "::::"])
+def test_an_end_point_at_no_address_is_refused(address: str) -> None:
+    def sent(at: str) -> bytes:
+        fields = (b"metadata", [], 4096, bytes(NONCE_BYTES), [], TcpMessages(), TcpPorts(((at, 23700),)))
+        kept = dict(zip(NixlEndPoint.__struct_fields__[3:], fields, strict=True))
+        return msgspec.msgpack.encode({"transport": "nixl", "version": 1, "agent_name": "decode", **kept})
+
+    decode_end_point(sent(HOST), NixlEndPoint, "nixl")
+    with pytest.raises(TransportError) as caught:
+        decode_end_point(sent(address), NixlEndPoint, "nixl")
+    assert caught.value.reason is Reason.MALFORMED_MESSAGE
 
 
 @pytest.mark.slow

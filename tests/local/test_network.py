@@ -66,9 +66,10 @@ def test_each_address_of_an_interface_names_the_interface(address: str, device: 
     assert ucx_devices(address) == device
 
 
-def test_a_loopback_address_that_no_interface_lists_is_on_loopback(two_interfaces: None) -> None:
+@pytest.mark.parametrize("address", ["127.8.8.8", "::ffff:127.8.8.8"])
+def test_a_loopback_address_that_no_interface_lists_is_on_loopback(address: str, two_interfaces: None) -> None:
     """The kernel answers at all of 127.0.0.0/8, and lists one address."""
-    assert ucx_devices("127.8.8.8") == "lo"
+    assert ucx_devices(address) == "lo"
 
 
 def test_a_name_of_loopback_and_of_another_address_names_both(

@@ -42,7 +42,7 @@ from kvferry.peer_log import printable
 from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import PairPlan
 from kvferry.transport.cma import check_same_host
-from kvferry.transport.network import bare, interface_of, rdma_devices
+from kvferry.transport.network import bare, interface_of
 from kvferry.transport.nixl import NO_PORTS, NixlEndPoint, TcpPorts
 from kvferry.transport.protocol import decode_end_point, is_on_this_host
 from kvferry.transport.registry import in_common, nothing_in_common
@@ -52,6 +52,7 @@ SENDER = "kvferry check"
 ASK_SECONDS = 10.0
 """At most, for the answer of one control end point, or to a connection."""
 CONNECT_SECONDS = 2.0
+OTHER_PORTS = "the decode engine has taken other ports since a fence (its log says so)"
 READY_REASONS = {
     Reason.INVALID_SETTING: (
         f"has no KVFerryConnector, or no fixed port at which {PATH} could ask it",
@@ -510,7 +511,8 @@ def _closed_ports(prefill: Side, decode: Side, seconds: float, over: str) -> Ite
     this process, and those that it does not try.
 
     It is certain that the other engine gets none where that engine runs on this host; elsewhere a firewall may tell the
-    two apart. No connection begins after ``seconds``.
+    two apart. It is never certain of NIXL's ports: a fence takes others, and RDMA needs none. No connection begins
+    after ``seconds``.
     """
     until, num_untried = time.monotonic() + seconds, 0
     for side, other in ((prefill, decode), (decode, prefill)):
@@ -520,7 +522,8 @@ def _closed_ports(prefill: Side, decode: Side, seconds: float, over: str) -> Ite
         told = 'Open TCP port {1} of {0} to the {2}, or set "advertised_host".'
         ways = [([place], told.format(*place, other.server.name), other.is_on_this_host) for place in answers]
         if side is decode and "nixl" in over:
-            ways += _ways_of_data(prefill, decode)
+            of_data = "A firewall closes these ports, or " + OTHER_PORTS
+            ways += [(list(ports.places), f"{of_data}. {ports.remedy()}", False) for ports in _nixl_ports(decode)]
         for listed, remedy, is_certain in ways:
             places = [place for place in listed if side.is_on_this_host or not is_loopback(place[0])]
             if not places:
@@ -528,36 +531,26 @@ def _closed_ports(prefill: Side, decode: Side, seconds: float, over: str) -> Ite
             if time.monotonic() >= until:
                 num_untried += 1
                 continue
-            try:
-                num_untried += not _one_connects(side, places, until)
-            except (OSError, KVFerryError) as error:
-                where = " and ".join(f"{in_url(host)}:{port}" for host, port in places)
-                if isinstance(error, KVFerryError) and error.reason is Reason.PERMISSION_DENIED:
-                    what = f"{where}, where the {side.server.name} says that it listens, was not tried: without keys "
-                    what += "this command connects to this machine and to the hosts of the URLs."
-                    yield HandoffError(Reason.PERMISSION_DENIED, what, "Run it with --keys."), False
-                    continue
-                yield (
-                    HandoffError(
-                        Reason.PEER_UNREACHABLE,
-                        f"the {other.server.name} must reach the {side.server.name} at {where}, and this machine gets "
-                        f"no connection there: {error.message if isinstance(error, KVFerryError) else error}.",
-                        remedy,
-                    ),
-                    is_certain,
+            attempt = _connect_to_one(side, places, until)
+            num_untried += attempt.is_late
+            name, where = side.server.name, " or ".join(attempt.untried)
+            untried = (
+                f"{where}, where the {name} says that it listens, was not tried: without keys this command connects "
+            )
+            untried += "to this machine and to the hosts of the URLs."
+            if attempt.closed:
+                closed = (
+                    f"the {other.server.name} must reach the {name} at {' or '.join(attempt.closed)}, and this machine "
                 )
+                closed += f"gets no connection there: {'; '.join(dict.fromkeys(attempt.closed.values()))}."
+                if attempt.untried:
+                    closed, remedy = f"{closed} {untried}", f"{remedy} Or run it with --keys."
+                yield HandoffError(Reason.PEER_UNREACHABLE, closed, remedy), is_certain and not attempt.untried
+            elif attempt.untried:
+                yield HandoffError(Reason.PERMISSION_DENIED, untried, "Run it with --keys."), False
     if num_untried:
         what = f"{num_untried} ports of ranks were not tried: {seconds:g} s were over."
         yield HandoffError(Reason.DEADLINE_EXCEEDED, what, "Raise --timeout."), False
-
-
-def _ways_of_data(prefill: Side, decode: Side) -> Iterator[tuple[list[tuple[str, int]], str, bool]]:
-    """Yield for each decode rank where its NIXL listens, one of which will do, what to open, and whether data has no
-    other way: it may have one over RDMA.
-    """
-    is_certain = prefill.is_on_this_host and not rdma_devices()
-    for ports in _nixl_ports(decode):
-        yield list(ports.places), ports.remedy(), is_certain
 
 
 def _nixl_ports(decode: Side) -> Iterator[TcpPorts]:
@@ -569,15 +562,34 @@ def _nixl_ports(decode: Side) -> Iterator[TcpPorts]:
         yield found
 
 
-def _one_connects(side: Side, places: Sequence[tuple[str, int]], until: float) -> bool:
-    """Connect to one of these places, as :func:`connects_to`."""
-    refused: OSError | KVFerryError | None = None
+@dataclass(slots=True)
+class _Attempt:
+    """What was found of several places, of which one will do; nothing where one takes a connection.
+
+    ``closed`` says why places take none, ``untried`` are those to which this command may not connect without keys, and
+    ``is_late`` says that the time was over before one of the places.
+    """
+
+    closed: dict[str, str] = field(default_factory=dict)
+    untried: list[str] = field(default_factory=list)
+    is_late: bool = False
+
+
+def _connect_to_one(side: Side, places: Sequence[tuple[str, int]], until: float) -> _Attempt:
+    """Connect to one of the places."""
+    found = _Attempt()
     for host, port in places:
+        where = f"{in_url(host)}:{port}"
         try:
-            return connects_to(_addresses_to_try(side, host, port), port, until)
-        except (OSError, KVFerryError) as error:
-            refused = error
-    raise refused or OSError("there is no place")
+            return _Attempt(is_late=not connects_to(_addresses_to_try(side, host, port), port, until))
+        except KVFerryError as error:
+            if error.reason is Reason.PERMISSION_DENIED:
+                found.untried.append(where)
+            else:
+                found.closed[where] = error.message
+        except OSError as error:
+            found.closed[where] = str(error)
+    return found
 
 
 def ports_to_open(prefill: Side, decode: Side, route: Route) -> str:
@@ -596,6 +608,8 @@ def ports_to_open(prefill: Side, decode: Side, route: Route) -> str:
                 for host, port in ports.places
             }
             told += f"; for nixl {', '.join(sorted(places)) or 'any port of ' + ', '.join(hosts)}"
+            if not all(ports.port_range for ports in _nixl_ports(decode) if ports.places):
+                told += f", unless {OTHER_PORTS}"
         elif transport == "mooncake":
             places = set()
             with suppress(KVFerryError):

@@ -66,7 +66,7 @@ def ucx_devices(listens_at: str) -> str:
         logger.warning("kvferry: %r cannot be looked up, so NIXL listens on every interface: %s", listens_at, error)
         return ""
     found = {device for address in addresses if (device := interface_of(address)) is not None}
-    if all(ip_address(address).is_loopback for address in addresses):
+    if all(plain_address(address).is_loopback for address in addresses):
         found = {LOOPBACK_DEVICE}
     if not found:
         logger.warning("kvferry: no interface has the address of %r: NIXL listens on every interface.", listens_at)
@@ -106,7 +106,7 @@ def listens_at() -> dict[int, tuple[str, int]]:
 
 def interface_of(address: str) -> str | None:
     """Return the interface that has this address, IPv4 or IPv6."""
-    wanted = _plain(address)
+    wanted = plain_address(address)
     return next((name for name, found in _addresses() if found == wanted), None)
 
 
@@ -131,8 +131,14 @@ def _addresses() -> Iterator[tuple[str, IPv4Address | IPv6Address]]:
             yield name, IPv6Address(bytes.fromhex(packed))
 
 
-def _plain(address: str) -> IPv4Address | IPv6Address:
-    """Return an address without its scope, and the IPv4 address that an IPv6 address may stand for."""
+def plain_address(address: str) -> IPv4Address | IPv6Address:
+    """Return an address without its scope, and the IPv4 address that an IPv6 address may stand for.
+
+    Raises ``ValueError`` for what is no address.
+
+    >>> plain_address("fe80::1%eth0"), plain_address("::ffff:127.0.0.1")
+    (IPv6Address('fe80::1'), IPv4Address('127.0.0.1'))
+    """
     found = ip_address(address.partition("%")[0])
     return (isinstance(found, IPv6Address) and found.ipv4_mapped) or found
 

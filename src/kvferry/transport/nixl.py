@@ -20,7 +20,6 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -29,7 +28,7 @@ import numpy as np
 from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, TransportError, open_port
 from kvferry.layout.shard import HOST_DEVICE, Region
-from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device, listens_at
+from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device, interface_of, listens_at, plain_address
 from kvferry.transport.protocol import (
     NONCE_BYTES,
     Address,
@@ -166,13 +165,16 @@ class TcpPorts(NamedTuple):
     def of(cls, places: Sequence[tuple[str, int]], variables: Mapping[str, str]) -> "TcpPorts":
         """Return the ports with these variables of the environment, without loopback where there are others.
 
+        UCX listens at addresses of interfaces: what listens on every interface is something else, and left out.
+
         >>> TcpPorts.of([("127.0.0.1", 23701), ("10.0.0.2", 23712)], {"UCX_TCP_PORT_RANGE": "23700-23799"})
         TcpPorts(places=(('10.0.0.2', 23712),), port_range='23700-23799')
         """
-        bare = sorted((address.partition("%")[0], port) for address, port in places)
-        beyond = [place for place in bare if not ip_address(place[0]).is_loopback]
-        found = variables.get(PORTS_VARIABLE, "")
-        return cls(tuple(beyond or bare)[:MAX_PLACES], found if re.fullmatch(r"\d{1,5}-\d{1,5}", found) else "")
+        found = sorted((str(plain_address(address)), port) for address, port in places)
+        bare = [place for place in found if not plain_address(place[0]).is_unspecified]
+        beyond = [place for place in bare if not plain_address(place[0]).is_loopback]
+        ports = variables.get(PORTS_VARIABLE, "")
+        return cls(tuple(beyond or bare)[:MAX_PLACES], ports if re.fullmatch(r"\d{1,5}-\d{1,5}", ports) else "")
 
     def __str__(self) -> str:
         """Return the places after a name; empty where there are none."""
@@ -215,6 +217,9 @@ class NixlEndPoint(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         check_devices(self.regions, self.devices)
+        for address, _ in self.tcp_ports.places:
+            if plain_address(address).is_unspecified:
+                raise ValueError(f"nobody can connect to {address}")
 
     @property
     def region_table(self) -> RegionTable:
@@ -383,7 +388,9 @@ class NixlTransport(SlicedTransport[NixlTransfer, NixlConnection]):
         before = listens_at()
         self._agent, self._backend = self._create_agent()
         opened = [place for inode, place in listens_at().items() if inode not in before]
-        self._tcp_ports = TcpPorts.of(opened, os.environ)
+        # Other threads may have opened ports meanwhile.
+        own = [place for place in opened if interface_of(place[0]) in self._devices.split(",")]
+        self._tcp_ports = TcpPorts.of(own or opened, os.environ)
         self._operations = {Direction.READ: self._nixl.NIXL_READ, Direction.WRITE: self._nixl.NIXL_WRITE}
         self._running_handles: dict[int, str] = {}
         self._failed_handles: set[int] = set()  # of those that ended while the transport was being closed

@@ -16,12 +16,12 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import sha256
-from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
-from kvferry.transport.network import any_addresses, bare
+from kvferry.transport.network import any_addresses, bare, plain_address
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -123,21 +123,21 @@ def parse_place(text: str) -> tuple[str, int]:
 def is_wildcard(host: str) -> bool:
     """Return whether listening on ``host`` means every interface; no peer can connect to such an address.
 
-    >>> [is_wildcard(host) for host in ("0.0.0.0", "0", "[::]", "*", "127.0.0.1", "::1", "prefill-0")]
-    [True, True, True, True, False, False, False]
+    >>> [is_wildcard(host) for host in ("0.0.0.0", "0", "[::]", "::ffff:0.0.0.0", "*", "127.0.0.1", "::1", "prefill-0")]
+    [True, True, True, True, True, False, False, False]
     """
     with suppress(OSError):
         return socket.inet_aton(host) == bytes(4)
-    return host == EVERY_INTERFACE or (is_numeric(host) and ip_address(bare(host)).is_unspecified)
+    return host == EVERY_INTERFACE or (is_numeric(host) and plain_address(bare(host)).is_unspecified)
 
 
 def is_loopback(host: str) -> bool:
     """Return whether only processes of this host can connect to ``host``; of names only ``localhost`` is known.
 
-    >>> [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "[::1]", "localhost", "0.0.0.0", "prefill-0", "*")]
-    [True, True, True, True, False, False, False]
+    >>> [is_loopback(host) for host in ("127.9.9.9", "[::1]", "::ffff:127.0.0.1", "localhost", "0.0.0.0", "prefill-0")]
+    [True, True, True, True, False, False]
     """
-    return host == "localhost" or (is_numeric(host) and ip_address(bare(host)).is_loopback)
+    return host == "localhost" or (is_numeric(host) and plain_address(bare(host)).is_loopback)
 
 
 def is_numeric(host: str) -> bool:
@@ -527,9 +527,7 @@ class Trust:
         return self._is_in_network(address) or any(address in self._addresses_of(name) for name in self._names)
 
     def _is_in_network(self, address: str) -> bool:
-        found = ip_address(address)
-        if isinstance(found, IPv6Address):
-            found = found.ipv4_mapped or found
+        found = plain_address(address)
         return found.is_loopback or any(found.version == each.version and found in each for each in self._networks)
 
     def _addresses_of(self, name: str) -> frozenset[str]:
