@@ -30,6 +30,7 @@ from .scheduler_requests import FULL
 from .vllm_caches import full, window
 
 PROMPT = [(7 * index + 3) % 500 for index in range(64)]
+EXPLAINS = "kvferry.integrations.vllm.failed_loads.FailedLoadAnswers"
 LOOPBACK, ELSEWHERE = "127.0.0.1", "10.0.0.9"
 
 
@@ -45,11 +46,13 @@ def config(settings: dict[str, Any]) -> Any:
 
 
 def answer(settings: dict[str, Any], client: str = LOOPBACK, **headers: str) -> ReadyAnswer:
-    """Ask an API server with the middleware, from this address."""
+    """Ask an API server from this address, with both middlewares in the README's order."""
     app = FastAPI()
     origins = {"allowed_origins": ["*"], "allow_credentials": False, "allowed_methods": ["*"], "allowed_headers": ["*"]}
     init_entrypoints_middleware(
-        Namespace(middleware=[MIDDLEWARE], api_key=None, enable_request_id_headers=False, **origins), app, ("generate",)
+        Namespace(middleware=[MIDDLEWARE, EXPLAINS], api_key=None, enable_request_id_headers=False, **origins),
+        app,
+        ("generate",),
     )
     app.state.engine_client = SimpleNamespace(vllm_config=config(settings))
     given = {name.replace("_", "-"): value for name, value in headers.items()}

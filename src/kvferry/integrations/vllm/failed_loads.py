@@ -116,7 +116,7 @@ class FailedLoadAnswers:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["method"] != "POST":  # as every request that loads
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
