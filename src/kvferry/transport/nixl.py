@@ -329,7 +329,7 @@ class RemoteAgents:
     def _load(self, name: str, metadata: bytes, tcp_ports: TcpPorts) -> None:
         try:
             loaded = self._agent.loadRemoteMD(metadata).decode()
-        except self._nixl.nixlBackendError as error:
+        except (self._nixl.nixlBackendError, self._nixl.nixlRemoteDisconnectError) as error:
             message = f"NIXL cannot open a connection to {name}{tcp_ports}: {error!r}."
             remedy = f"{self._remedy} {tcp_ports.remedy()}".strip()
             raise TransportError(Reason.PEER_UNREACHABLE, message, remedy) from error
