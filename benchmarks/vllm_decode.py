@@ -26,12 +26,13 @@ import numpy.typing as npt
 import typer
 from rich.table import Table
 
-from kvferry.cli.bench import BenchSettings, share_of_memory, start_contestants, visible_devices
+from kvferry.cli.bench import BenchSettings, share_of_memory, start_contestants
 from kvferry.cli.bench_connectors import NIXL, Contestant
 from kvferry.cli.bench_report import KVFERRY
 from kvferry.cli.console import open_console
 from kvferry.cli.demo import folder_for, interrupted_by_signals, running_servers
 from kvferry.errors import KVFerryError, Reason, TransportError
+from kvferry.harness.launch import visible_devices
 from kvferry.harness.tiny_models import make_tiny_model
 
 AIM = 1.05

@@ -46,7 +46,7 @@ from kvferry.cli.bench_report import KVFERRY, BenchReport, Cell, Moved, Request,
 from kvferry.cli.main import app
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.harness.child_process import ChildProcess, LaunchError
-from kvferry.harness.launch import Server, scrape_metrics
+from kvferry.harness.launch import Server, scrape_metrics, visible_devices
 from kvferry.integrations.vllm import versions
 
 CELL = Cell(100, 2)
@@ -130,7 +130,7 @@ def test_devices_have_the_names_by_which_the_user_shows_them(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     cuda = SimpleNamespace(is_available=lambda: True, device_count=lambda: num_devices)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert bench_module.visible_devices() == expected
+    assert visible_devices() == expected
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,8 @@ def test_each_engine_gets_its_share_of_the_gpus(
     bench_module.start_contestants(chosen, tmp_path, [], lambda _: None)
     assert [engine.variables["CUDA_VISIBLE_DEVICES"] for engine in engines] == expected
     assert [engine.gpu_memory for engine in engines] == pytest.approx([part] * 4)
-    assert "--no-enforce-eager" in engines[0].arguments
+    assert "--enforce-eager" not in engines[0].command(port=1)
+    assert engines[0].environment(port=1)["TORCHDYNAMO_DISABLE"] == "0"
 
 
 def test_caches_fit_beside_each_other_on_the_fullest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

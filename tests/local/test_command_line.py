@@ -21,7 +21,7 @@ import pytest
 import typer
 
 from kvferry.cli import doctor
-from kvferry.cli.demo import DemoModel, DemoSettings
+from kvferry.cli.demo import DTYPES, DemoModel, DemoSettings
 from kvferry.cli.demo_offload import OffloadDemo
 from kvferry.cli.doctor import Finding, Health
 from kvferry.cli.main import Commands, app, main
@@ -233,6 +233,12 @@ def test_version() -> None:
         (("demo", "--mode", "offload", "--hosts", "2"), "[invalid-setting]"),
         (("demo", "--gpu-memory", "1.5"), "[invalid-setting]"),
         (("demo", "--gpu-memory", "0"), "[invalid-setting]"),
+        (("demo", "--dtype", "fp8"), "[invalid-setting]"),
+        (("demo", "--dtype", "bfloat16", "--mode", "offload"), "[invalid-setting]"),
+        (("demo", "--adapter", "nowhere"), "[invalid-setting]"),
+        (("demo", "--engine-arguments", '--foo "'), "[invalid-setting]"),
+        (("demo", "--engine-arguments", "--port=80"), "[invalid-setting]"),
+        (("demo", "--engine-arguments", "--enforce-eager --model x"), "[invalid-setting]"),
         (("demo", "--model", str(MODEL), "--prefill-tp", "3"), "[indivisible-heads]"),
     ],
 )
@@ -265,6 +271,47 @@ def test_every_engine_of_a_demo_takes_the_part_of_a_gpu_that_is_named(tmp_path: 
         command = engine.command(port=1)
         assert command[command.index("--gpu-memory-utilization") + 1] == "0.45"
     assert "--gpu-memory-utilization" not in DemoSettings().engine(PREFILL, 1, tmp_path, tmp_path).command(port=1)
+
+
+def test_arguments_of_a_demo_reach_every_engine_behind_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((CONFIGS / "Qwen3-8B.json").read_text())
+    model, arguments = DemoModel.read(tmp_path), ("--attention-backend", "TRITON_ATTN", "--enforce-eager")
+    for compiled in (True, False):
+        settings = DemoSettings(arguments=arguments, adapter=Path("lora"), compiled=compiled)
+        engines = [settings.engine(role, 1, tmp_path, tmp_path) for role in (PREFILL, DECODE)]
+        engines += [OffloadDemo(model, tmp_path, settings).engine(1, offloads=offloads) for offloads in (True, False)]
+        for engine in engines:
+            command = engine.command(port=1)
+            assert command[-3:] == [*arguments]
+            assert command[command.index("--lora-modules") + 1] == f"adapter={Path.cwd()}/lora"
+            assert command.count("--enforce-eager") == (1 if compiled else 2)
+            assert engine.environment(port=1)["TORCHDYNAMO_DISABLE"] == ("0" if compiled else "1")
+    assert settings.requested == "adapter"
+
+
+@pytest.mark.parametrize(("dtype", "integrity"), [("float32", None), ("bfloat16", "full")])
+def test_a_demo_that_rounds_compares_every_byte(dtype: str, integrity: str | None, tmp_path: Path) -> None:
+    for role in (PREFILL, DECODE):
+        engine = DemoSettings(dtype=dtype).engine(role, 1, tmp_path, tmp_path)
+        assert engine.connector_settings.get("integrity") == integrity
+        command = engine.command(port=1)
+        assert command[command.index("--dtype") + 1] == dtype
+
+
+def test_a_demo_knows_the_bytes_of_equal_layers_only(tmp_path: Path) -> None:
+    """Of other layers, and of engines whose arguments may change a cache, the bytes are not known."""
+    known = []
+    for name in ("Qwen3-8B", "gemma-3-1b-it", "DeepSeek-V3.2"):
+        (tmp_path / "config.json").write_text((CONFIGS / f"{name}.json").read_text())
+        model = DemoModel.read(tmp_path)
+        model.check_ranks(1)
+        known.append(model.shape(DemoSettings(), 16).expected_bytes(16) is not None)
+    assert known == [True, False, False]
+    (tmp_path / "config.json").write_text((CONFIGS / "Qwen3-8B.json").read_text())
+    settings = DemoSettings(arguments=("--kv-cache-dtype", "fp8"))
+    assert DemoModel.read(tmp_path).shape(settings, 16).expected_bytes(16) is None
+    sizes = [DemoModel.read(tmp_path, dtype).shape(DemoSettings(), 16).expected_bytes(16) for dtype in DTYPES]
+    assert sizes[0] == 2 * sizes[1] == 2 * sizes[2]
 
 
 def test_a_demo_on_two_hosts_says_why_this_machine_has_none(

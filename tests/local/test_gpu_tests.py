@@ -5,16 +5,25 @@ import os
 import resource
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import typer
 
+from kvferry.cli.demo import DTYPES, DemoSettings
 from kvferry.cli.doctor import report_device
+from kvferry.cli.main import app
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError
 from kvferry.execution import device
 from kvferry.execution.device import CudaDevice, find_device
+from kvferry.harness.launch import words_of
+from kvferry.harness.tiny_models import find_tiny_model
 
 ROOT = Path(__file__).parents[2]
 COLLECT_SECONDS = 240.0
@@ -142,18 +151,163 @@ def test_engines_run_on_as_many_devices_as_there_are(num_devices: int, monkeypat
 
     monkeypatch.setattr(script, "find_device", find)
     monkeypatch.setattr(script, "version", lambda name: "1.0")
+    monkeypatch.setattr(script, "_capability", lambda: 9)
+    monkeypatch.setattr(script.importlib.util, "find_spec", without())
     parts = {part.name: part for part in script.PARTS if "demo" in part.arguments}
     can_run = {name for name, part in parts.items() if not part.obstacle()}
-    expected = {"engines", "engines, concurrent", "engines, offload"}
-    assert can_run == (expected if num_devices == 1 else {*parts})
+    on_two = {"engines, two devices", "engines, concurrent, two devices"}
+    assert can_run == ({*parts} - on_two if num_devices == 1 else {*parts})
     for name, part in parts.items():
         given = dict(zip(part.arguments[3::2], part.arguments[4::2], strict=True))
         assert int(given["--prefill-tp"]) == (2 if "two devices" in name else 1)
         assert int(given["--decode-tp"]) == 1
         # Two engines run at a time, with a context of CUDA each.
-        assert 0 < 2 * float(given["--gpu-memory"]) < 0.95
+        assert given["--gpu-memory"] == script.SHARE
     if num_devices == 1:
         assert parts["engines, two devices"].obstacle() == "cuda:1 does not exist."
+
+
+def without(*missing: str) -> Callable[[str], Any]:
+    """Return a search for modules that finds all but those that are named."""
+    return lambda name: None if name in missing else SimpleNamespace(submodule_search_locations=[])
+
+
+def test_a_part_whose_kernel_is_missing_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = gpu_tests(monkeypatch)
+    monkeypatch.setattr(script, "find_device", lambda name: None)
+    monkeypatch.setattr(script, "version", lambda name: "1.0")
+    monkeypatch.setattr(script, "_capability", lambda: 8)
+    monkeypatch.setattr(script.importlib.util, "find_spec", without("flashinfer"))
+    parts = {part.name: part.obstacle() for part in script.PARTS}
+    assert parts["engines, FlashInfer"] == "flashinfer is not installed"
+    assert "the device has 8" in parts["engines, FlashAttention 3"]
+    assert "the device has 8" in parts["engines, sparse MLA"]
+    assert parts["engines, Triton"] == parts["engines, MLA"] == ""
+    monkeypatch.setattr(script, "_capability", lambda: 9)
+    monkeypatch.setattr(script.importlib.util, "find_spec", without("deep_gemm"))
+    parts = {part.name: part.obstacle() for part in script.PARTS}
+    assert parts["engines, FlashAttention 3"] == ""
+    assert parts["engines, sparse FP8 MLA"] == "deep_gemm is not installed"
+
+
+def test_every_demo_is_one_that_the_command_line_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = gpu_tests(monkeypatch)
+    group = typer.main.get_command(app)
+    command = group.get_command(typer.Context(group), "demo")  # type: ignore[attr-defined]
+    monkeypatch.setattr(script.Files, "_make", lambda self, kind, name: tmp_path / kind / name)
+    files = script.Files(tmp_path, threading.Lock())
+    for part in script.PARTS:
+        if "demo" in part.arguments:
+            arguments = [files.written(argument).replace(script.SHARE, "0.1") for argument in part.arguments[3:]]
+            assert not any("@" in argument for argument in arguments), part.name
+            given = command.make_context("demo", arguments).params
+            assert given["dtype"] in DTYPES
+            DemoSettings(
+                mode=given["mode"], dtype=given["dtype"], arguments=words_of(given["engine_arguments"])
+            ).check()
+            if not given["model"].startswith(str(tmp_path)):
+                find_tiny_model(given["model"])
+
+
+def test_a_model_and_its_adapter_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = gpu_tests(monkeypatch)
+    files = script.Files(tmp_path, threading.Lock())
+    adapter = files.written("@adapter:qwen3-tiny@")
+    assert (Path(adapter) / "adapter_config.json").is_file()
+    path = files.written('{"model": "@tiny:qwen3-tiny@", "tokens": 3}')
+    assert Path(json.loads(path)["model"], "config.json").is_file()
+    assert len([*tmp_path.iterdir()]) == 2
+    assert files.written("@adapter:qwen3-tiny@") == adapter
+
+
+def run_parts(script: ModuleType, parts: list[Any], seconds: float, at_once: int, folder: Path) -> dict[str, Any]:
+    """Run parts that stand in; return the outcomes by name, in the order in which they came."""
+    outcomes: list[Any] = []
+    files = script.Files(folder, threading.Lock())
+    script.Run(files, at_once, time.monotonic() + seconds, set()).all(parts, outcomes.append)
+    return {outcome.name: outcome for outcome in outcomes}
+
+
+def stand_in(script: ModuleType, name: str, program: str, **more: Any) -> Any:
+    return script.Part(name, "", ("-c", program), str, **more)
+
+
+def test_parts_run_beside_each_other_and_those_that_measure_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = gpu_tests(monkeypatch)
+    meet = f"""
+import os, sys, time
+folder, name, other = {str(tmp_path)!r}, *sys.argv[1:]
+open(f"{{folder}}/{{name}}", "w").close()
+end = time.monotonic() + {MOST_SECONDS}
+while not os.path.exists(f"{{folder}}/{{other}}"):
+    assert time.monotonic() < end
+    time.sleep(0.01)
+os.remove(f"{{folder}}/{{other}}")
+print("met", "KVFERRY_GPU" in os.environ)
+"""
+    look = f"import os; assert not os.listdir({str(tmp_path)!r})"
+    parts = [
+        stand_in(script, "measures", look, alone=True),
+        script.Part("one", "", ("-c", meet, "a", "b"), str),
+        script.Part("other", "", ("-c", meet, "b", "a"), str),
+    ]
+    found = run_parts(script, parts, MOST_SECONDS, 2, tmp_path)
+    assert {name: each.outcome for name, each in found.items()} == dict.fromkeys(("one", "other", "measures"), "passed")
+    assert [*found][-1] == "measures"
+    assert found["one"].found == "met True"
+
+
+def test_a_part_that_fails_ends_late_or_shows_nothing_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = gpu_tests(monkeypatch)
+    monkeypatch.setattr(script, "END_SECONDS", 0.5)
+    monkeypatch.setattr(script, "PART_SECONDS", 15.0)
+    child = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '999']).pid, flush=True); time.sleep(999)"
+    parts = [
+        stand_in(script, "fails", "raise SystemExit('it broke')"),
+        stand_in(script, "hangs", child),
+        stand_in(script, "shows nothing", "print('0 preemptions')", evidence=r"[1-9]\d* preemptions"),
+        stand_in(script, "shows", "print('12 preemptions')", evidence=r"[1-9]\d* preemptions"),
+        script.Part("no file", "", ("@tiny:qwen9@",), str),
+        script.Part("shares", "", ("-c", "import sys; print(sys.argv[1])", script.SHARE), str),
+        script.Part("cannot", "", ("-c", "1"), lambda: "flashinfer is not installed"),
+    ]
+    found = run_parts(script, parts, MOST_SECONDS, len(parts), tmp_path)
+    outcomes = {name: each.outcome for name, each in found.items()}
+    assert outcomes == {
+        **dict.fromkeys(("fails", "hangs", "shows nothing", "no file"), "failed"),
+        **dict.fromkeys(("shows", "shares"), "passed"),
+        "cannot": "cannot run",
+    }
+    assert found["fails"].found == "it broke"
+    assert "qwen9" in found["no file"].found
+    assert found["cannot"].found == "flashinfer is not installed"
+    assert found["hangs"].found.startswith("had not ended after 15 s: ")
+    # Two engines of each part at a time.
+    assert 2 * len(parts) * float(found["shares"].found) == pytest.approx(script.PART_OF_DEVICE, rel=0.02)
+    process = Path("/proc", found["hangs"].found.split()[-1], "stat")
+    assert not process.exists() or process.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert "--- fails\nit broke" in capsys.readouterr().err
+    late = run_parts(script, parts[:1], 0.0, 1, tmp_path)["fails"]
+    assert (late.outcome, late.found[:16]) == ("cannot run", "no time was left")
+
+
+def test_outcomes_are_written_as_each_part_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends this run too early loses no outcome that it had."""
+    script = gpu_tests(monkeypatch)
+    path = tmp_path / "outcomes.json"
+    monkeypatch.setattr(script, "_needs_device", str)
+    wait = f"import time, os\nwhile 'passed' not in open({str(path)!r}).read(): time.sleep(0.01)"
+    monkeypatch.setattr(
+        script, "PARTS", (stand_in(script, "first", f"open({str(path)!r}, 'a')"), stand_in(script, "second", wait))
+    )
+    monkeypatch.setattr(sys, "argv", ["gpu_tests.py", "--json", str(path), "--at-once", "2", "--seconds", "60"])
+    path.touch()
+    assert script.main() == 0
+    assert [part["outcome"] for part in json.loads(path.read_text())["parts"]] == ["passed", "passed"]
 
 
 @pytest.mark.skipif(has_device(), reason="runs the parts where there is a GPU")

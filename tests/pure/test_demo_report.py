@@ -42,7 +42,6 @@ def test_closed_forms(
     shape = CacheShape(*layers, 16, prefill_tp, decode_tp)
     assert shape.expected_bytes(16) == 16 * bytes_per_token
     assert shape.expected_bytes(17) == 32 * bytes_per_token
-    assert shape.num_rank_pairs == num_rank_pairs
     assert shape.per_layer_descriptors(33) == layers[0] * 3 * num_rank_pairs
 
 
@@ -94,6 +93,26 @@ def test_what_is_wrong_with_a_request_is_found(change: dict[str, object], proble
     report = good_report()
     report = replace(report, lines=(report.lines[0], replace(report.lines[1], **change)))
     assert any(problem in found for found in report.problems)
+
+
+def test_without_a_closed_form_bytes_are_counted_but_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    report = replace(good_report(), shape=CacheShape(0, None, 16, 2, 1))
+    found = report.to_json()
+    assert (report.problems, found["expected_bytes"], found["per_layer_descriptors"]) == ([], None, None)
+    assert found["bytes"] > 0
+    report.print(open_console())
+    assert "no closed form for the caches" in capsys.readouterr().out
+
+
+def test_rounded_tokens_may_differ_but_nothing_else_may(capsys: pytest.CaptureFixture[str]) -> None:
+    different = tuple(replace(line, identical=False) for line in good_report().lines)
+    report = replace(good_report(), is_exact=False, lines=different, preemptions=3)
+    assert (report.problems, report.to_json()["tokens_compared"]) == ([], False)
+    assert replace(report, lines=(different[0], replace(different[1], bytes=64))).problems
+    report.print(open_console())
+    printed = capsys.readouterr().out
+    assert "are not compared" in printed
+    assert "3 preemptions." in printed
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ connectors in turns, in an order that rotates, so that what disturbs the machine
 
 import json
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -43,7 +42,9 @@ from kvferry.harness.launch import (
     spread_over_cores,
     start_engine,
     stop_servers,
+    visible_devices,
     wait_until_ready,
+    words_of,
 )
 from kvferry.harness.tiny_models import TINY_MODELS, make_tiny_model
 from kvferry.integrations.vllm.versions import installed_version
@@ -154,7 +155,8 @@ class BenchSettings:
             kv_cache_bytes=self.cache_bytes // tp_size,
             gpu_memory=self._gpu_memory(),
             cores=None if self.devices else spread_over_cores(tp_size, from_last=role == "kv_consumer"),
-            arguments=(*(("--no-enforce-eager",) if self.devices else ()), *self.arguments),
+            compiled=bool(self.devices),
+            arguments=self.arguments,
             variables=variables,
         )
 
@@ -235,7 +237,7 @@ def bench(
         sizes = _tp_sizes(connectors, prefill_tp, decode_tp)
         num_tiers = sum(name in OFFLOADING and name != NONE for name in connectors)
         cache_bytes = share_of_memory(cache, sizes, TIER * num_tiers, len(devices))
-        arguments = _words(engine_arguments)
+        arguments = words_of(engine_arguments)
         with interrupted_by_signals(), folder_for(keep, console) as folder:
             with console.status("making the model") as status:
                 settings = BenchSettings(
@@ -433,31 +435,10 @@ def _some(text: str, option: str) -> list[str]:
     return parts
 
 
-def _words(arguments: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(arguments))
-    except ValueError as error:
-        problem = f"--engine-arguments {arguments!r}: {error}."
-        raise SettingsError(Reason.INVALID_SETTING, problem, "Close the quotes.") from error
-
-
 def _whole(text: str, option: str, least: int) -> int:
     if not text.isdecimal() or not least <= int(text) < 1 << 24:
         raise SettingsError(Reason.INVALID_SETTING, f"{option} {text!r} is no number from {least} on.", NUMBERS)
     return int(text)
-
-
-def visible_devices() -> tuple[str, ...]:
-    """Return the CUDA devices that vLLM would use, by the names of CUDA_VISIBLE_DEVICES where that is set; none where
-    vLLM is built for CPUs.
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
-    num_devices = torch.cuda.device_count()  # CUDA sees none after the first name that is none
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return tuple(map(str, range(num_devices)) if named is None else _parts(named)[:num_devices])
 
 
 def _tp_sizes(connectors: Sequence[str], prefill_tp: int, decode_tp: int) -> list[int]:

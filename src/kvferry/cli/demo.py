@@ -15,7 +15,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, Self, TypeVar
@@ -47,31 +47,48 @@ from kvferry.harness.launch import (
     cache_block_size,
     cache_usage,
     free_port,
+    preemptions,
     prompt_tokens,
     spread_over_cores,
     start_engine,
     start_router,
     stop_servers,
+    visible_devices,
     wait_until_ready,
+    words_of,
 )
 from kvferry.harness.tiny_models import make_tiny_model
 from kvferry.harness.virtual_hosts import VirtualHost, virtual_hosts
 from kvferry.layout.named_layouts import NamedLayout
-from kvferry.models.families import model_caches, uniform_cache
+from kvferry.models.families import ModelCaches, model_caches, uniform_cache
 from kvferry.models.groups import AttentionCache
 from kvferry.transport.registry import check_setting
 
 SEQUENTIAL, CONCURRENT, OFFLOAD = "sequential", "concurrent", "offload"
 MODES = (SEQUENTIAL, CONCURRENT, OFFLOAD)
 TRANSFER_LOG = "transfers.jsonl"
-DTYPE = "float32"  # as the engines are started
+EXACT = "float32"
+"""The type in which an engine computes the same tokens whatever shares a step."""
+DTYPES = (EXACT, "bfloat16", "float16")
+MODEL, ADAPTER = "model", "adapter"
+"""What requests name."""
+OWN_ARGUMENTS = {
+    "--model": "--model",
+    "--dtype": "--dtype",
+    "--tensor-parallel-size": "--prefill-tp and --decode-tp",
+    "-tp": "--prefill-tp and --decode-tp",
+    "--gpu-memory-utilization": "--gpu-memory",
+    "--block-size": "--block-size",
+    "--lora-modules": "--adapter",
+    **dict.fromkeys(("--host", "--port", "--served-model-name", "--kv-transfer-config"), ""),
+}
+"""Arguments of an engine that the demo chooses, and its options for these."""
 LONG_LEASE = 180.0
 """With five computing processes on two cores, a process can get no core for half a minute."""
 CACHE_BYTES = 768 << 20
 """Bytes of one engine's cache, over all ranks."""
 
 OUTPUT_TOKENS = 16
-CONCURRENT_REQUESTS = 4
 REQUEST_SECONDS = 180.0
 FREE_SECONDS = 2.0
 POLL_SECONDS = 0.05
@@ -82,7 +99,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """The options of the demo. With None the connector chooses ``layout`` and the engine ``block_size``."""
+    """The options of the demo. With None the connector chooses ``layout`` and the engine ``block_size``.
+
+    ``at_once`` requests are under way. Further ``arguments`` go to every engine, and requests name the LoRA adapter in
+    the folder ``adapter``. ``compiled`` engines compile and capture CUDA graphs, as is vLLM's default.
+    """
 
     prefill_tp: int = 2
     decode_tp: int = 1
@@ -93,6 +114,28 @@ class DemoSettings:
     block_size: int | None = None
     num_hosts: int = 1
     gpu_memory: float | None = None
+    at_once: int = 4
+    dtype: str = EXACT
+    arguments: tuple[str, ...] = ()
+    adapter: Path | None = None
+    compiled: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens are compared. Otherwise the decode engine compares digests of every byte."""
+        return self.dtype == EXACT
+
+    @property
+    def requested(self) -> str:
+        """The name that requests give: the model's or the adapter's."""
+        return MODEL if self.adapter is None else ADAPTER
+
+    @property
+    def engine_arguments(self) -> tuple[str, ...]:
+        """Arguments of every engine beside those that all demos have."""
+        if self.adapter is None:
+            return self.arguments
+        return "--enable-lora", "--lora-modules", f"{ADAPTER}={self.adapter.absolute()}", *self.arguments
 
     def check(self) -> None:
         """Raise :class:`SettingsError` for an option that cannot be followed."""
@@ -106,6 +149,19 @@ class DemoSettings:
             NamedLayout.parse(self.layout)
         if self.transport != "auto":
             check_setting(self.transport)
+        for flag in (word.partition("=")[0] for word in self.arguments):
+            if flag in OWN_ARGUMENTS:
+                what = f"--engine-arguments has {flag}, which the demo chooses."
+                option = OWN_ARGUMENTS[flag]
+                raise SettingsError(Reason.INVALID_SETTING, what, f"Use {option}." if option else f"Leave out {flag}.")
+        if self.adapter is not None and not (self.adapter / "adapter_config.json").is_file():
+            what = f"--adapter {self.adapter} is no folder with an adapter_config.json."
+            raise SettingsError(Reason.INVALID_SETTING, what, "Name the folder of a LoRA adapter of the model.")
+        if self.dtype not in DTYPES:
+            raise SettingsError(Reason.INVALID_SETTING, f"--dtype {self.dtype}.", f"Use: {', '.join(DTYPES)}.")
+        if self.mode == OFFLOAD and not self.is_exact:
+            what = f"--dtype {self.dtype} with --mode offload, which compares tokens: these depend on rounding."
+            raise SettingsError(Reason.INVALID_SETTING, what, f"Use {EXACT}.")
         if self.mode == OFFLOAD and (self.transport != "auto" or self.num_hosts > 1):
             option, named = (
                 ("--hosts",) * 2 if self.transport == "auto" else ("--transport", f"transport {self.transport!r}")
@@ -117,16 +173,20 @@ class DemoSettings:
         """Return the settings of the engine with ``role``; ``more`` are settings of its connector."""
         settings: dict[str, Any] = {"transport": self.transport, "lease_seconds": LONG_LEASE}
         settings |= {"transfer_log": str(folder / TRANSFER_LOG)} if role == "kv_consumer" else {}
+        settings |= {} if self.is_exact else {"integrity": "full"}
         return EngineSettings(
             model,
             role=role,
             tensor_parallel_size=tp_size,
             connector_settings=settings | more,
+            dtype=self.dtype,
             block_size=self.block_size,
             kv_cache_bytes=CACHE_BYTES // tp_size,
             cores=spread_over_cores(tp_size, from_last=role == "kv_consumer"),
             gpu_memory=self.gpu_memory,
             layout=self.layout,
+            compiled=self.compiled,
+            arguments=self.engine_arguments,
         )
 
 
@@ -171,17 +231,49 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """The model in the folder ``path``, whose layers have equal caches."""
+    """The model in the folder ``path``. ``caches`` is None where kvferry has no rule for their sizes."""
 
     path: Path
-    num_layers: int
-    cache: AttentionCache
+    caches: ModelCaches | None
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Return the model in a folder. Raises :class:`SettingsError` as :func:`uniform_cache` does."""
-        caches = model_caches(path, DTYPE)
-        return cls(path, len(caches.layers), uniform_cache(caches))
+    def read(cls, path: Path, dtype: str = EXACT) -> Self:
+        """Return the model in a folder. Raises :class:`SettingsError` for a configuration that cannot be read."""
+        try:
+            return cls(path, model_caches(path, dtype))
+        except SettingsError as error:
+            if error.reason is not Reason.UNSUPPORTED:
+                raise
+            return cls(path, None)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers. Raises :class:`SettingsError` as ``cache`` does."""
+        return len(self._known().layers)
+
+    @property
+    def cache(self) -> AttentionCache:
+        """The cache of one of the equal layers. Raises :class:`SettingsError` (``unsupported``) for others."""
+        return uniform_cache(self._known())
+
+    def _known(self) -> ModelCaches:
+        return self.caches or model_caches(self.path)  # which raises its reason again
+
+    def shape(self, settings: DemoSettings, block_size: int) -> CacheShape:
+        """Return the sizes from which the bytes to move follow; without a cache where layers differ, or where an
+        argument of the engines may change the caches.
+        """
+        num_layers, cache = 0, None
+        if not settings.arguments:
+            with suppress(SettingsError):
+                num_layers, cache = self.num_layers, self.cache
+        return CacheShape(num_layers, cache, block_size, settings.prefill_tp, settings.decode_tp)
+
+    def check_ranks(self, *tp_sizes: int) -> None:
+        """Raise :class:`LayoutError` where so many ranks cannot split the heads of a layer."""
+        for cache in {cache for layer in (self.caches.layers if self.caches else ()) for cache in layer}:
+            for tp_size in tp_sizes if isinstance(cache, AttentionCache) else ():
+                cache.heads(0, tp_size)
 
     @property
     def vocabulary_size(self) -> int:
@@ -190,20 +282,21 @@ class DemoModel:
 
 
 def send_prompts(
+    settings: DemoSettings,
     url: str,
     prompts: Sequence[Sequence[int]],
     on_answer: Callable[[int], None],
     cache_salt: str | None = None,
 ) -> list[Answer]:
-    """Send the prompts, four at a time, and return the answers in the same order.
+    """Send the prompts, ``at_once`` of them at a time, and return the answers in the same order.
 
     ``on_answer`` is called with the number of answers. An interrupt does not wait for running requests, which end with
     the servers.
     """
-    pool = ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="prompt")
+    pool = ThreadPoolExecutor(settings.at_once, thread_name_prefix="prompt")
     try:
         answers = []
-        for answer in pool.map(lambda prompt: _send(url, prompt, cache_salt), prompts):
+        for answer in pool.map(lambda prompt: _send(url, settings.requested, prompt, cache_salt), prompts):
             answers.append(answer)
             on_answer(len(answers))
         return answers
@@ -211,8 +304,8 @@ def send_prompts(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _send(url: str, prompt: Sequence[int], cache_salt: str | None) -> Answer:
-    body = {"model": "model", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+def _send(url: str, model: str, prompt: Sequence[int], cache_salt: str | None) -> Answer:
+    body = {"model": model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
     body |= {"cache_salt": cache_salt} if cache_salt is not None else {}
     request = urllib.request.Request(
@@ -249,6 +342,12 @@ def demo(
         float | None,
         typer.Option(help="Part of each GPU's memory that an engine may take, for engines that share a GPU: 0.45."),
     ] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
+    dtype: Annotated[
+        str, typer.Option(help="As vLLM's. Tokens are compared in float32; otherwise every byte is, where it arrives.")
+    ] = EXACT,
+    adapter: Annotated[Path | None, typer.Option(help="A LoRA adapter's folder: all requests name it.")] = None,
+    engine_arguments: Annotated[str, typer.Option(help="Further arguments of all engines, as one text.")] = "",
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folder with the model and the logs.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON on standard output.")] = False,
 ) -> None:
@@ -259,6 +358,9 @@ def demo(
 
     With --hosts 2 prefill, decode and router run in network namespaces of their own, with other host names, boot ids
     and addresses, and with keys that are made for the run.
+
+    On a GPU the engines compile and capture CUDA graphs, unless --engine-arguments has --enforce-eager. With engine
+    arguments, and for layers that differ, the bytes that move are counted but not compared with the caches' sizes.
 
     Exit code 1: a token differs, an engine computed tokens that it should have received, or blocks or processes are
     left.
@@ -272,8 +374,24 @@ def demo(
     kvferry demo --hosts 2
 
     kvferry demo --model path/to/model --prompts 4 --json
+
+    kvferry demo --model gemma3-tiny --gpu-memory 0.45 --engine-arguments "--attention-backend TRITON_ATTN"
     """
-    settings = DemoSettings(prefill_tp, decode_tp, layout, transport, mode, prompts, block_size, hosts, gpu_memory)
+    settings = DemoSettings(
+        prefill_tp,
+        decode_tp,
+        layout,
+        transport,
+        mode,
+        prompts,
+        block_size,
+        hosts,
+        gpu_memory,
+        at_once,
+        dtype,
+        words_of(engine_arguments),
+        adapter,
+    )
     settings.check()
     console = open_console(stderr=json_output)
     with interrupted_by_signals(), folder_for(keep, console) as folder:
@@ -281,9 +399,9 @@ def demo(
         if mode == OFFLOAD:
             from kvferry.cli.demo_offload import run_offload as run  # imports xxhash, maybe missing
         with console.status("making the model") as status:
-            found = DemoModel.read(Path(model) if Path(model).is_dir() else make_tiny_model(model, folder))
-            for tp_size in (prefill_tp, decode_tp):
-                found.cache.heads(0, tp_size)  # raises before the engines start where ranks cannot split the heads
+            found = DemoModel.read(Path(model) if Path(model).is_dir() else make_tiny_model(model, folder), dtype)
+            found.check_ranks(prefill_tp, decode_tp)
+            settings = replace(settings, compiled=bool(visible_devices()))
             started_at = time.monotonic()
             report = run(settings, found, folder, status)
             console.print(f"The whole run took {time.monotonic() - started_at:.0f} s.")
@@ -337,20 +455,23 @@ def run_handoff(settings: DemoSettings, model: DemoModel, folder: Path, status: 
         _engines_and_router(settings, places, model.path, folder, status.update) as servers,
     ):
         status.console.print(f"Engines ready after {time.monotonic() - started_at:.0f} s.")
-        shape = CacheShape(
-            model.num_layers, model.cache, cache_block_size(servers[1].url), settings.prefill_tp, settings.decode_tp
-        )
-        report = _measure(servers, prompts, shape, folder / TRANSFER_LOG, status.update)
+        shape = model.shape(settings, cache_block_size(servers[1].url))
+        report = _measure(settings, servers, prompts, shape, folder / TRANSFER_LOG, status.update)
     left = sum(len(server.process.process_ids()) for server in servers)
     return replace(report, mode=settings.mode, num_hosts=settings.num_hosts, processes_left=left)
 
 
 def _measure(
-    servers: Sequence[Server], prompts: Sequence[Sequence[int]], shape: CacheShape, log: Path, announce: Announce
+    settings: DemoSettings,
+    servers: Sequence[Server],
+    prompts: Sequence[Sequence[int]],
+    shape: CacheShape,
+    log: Path,
+    announce: Announce,
 ) -> DemoReport:
     prefill, decode, router = servers
     at_start = prompt_tokens(decode.metrics())
-    answers = send_prompts(router.url, prompts, lambda count: announce(f"through the router: {count} answers"))
+    answers = send_prompts(settings, router.url, prompts, lambda count: announce(f"router: {count} answers"))
     began_at = time.monotonic()
     usages = poll(
         lambda: {name: cache_usage(server.metrics()) for name, server in (("prefill", prefill), ("decode", decode))},
@@ -360,7 +481,7 @@ def _measure(
     seconds = time.monotonic() - began_at
     after_router = prompt_tokens(decode.metrics())
     alone = send_prompts(
-        decode.url, prompts, lambda count: announce(f"decode engine alone: {count} answers"), uuid.uuid4().hex
+        settings, decode.url, prompts, lambda count: announce(f"decode engine alone: {count} answers"), uuid.uuid4().hex
     )
     after_alone = prompt_tokens(decode.metrics())
     moved = read_transfer_log(log)
@@ -373,6 +494,8 @@ def _measure(
         cache_usages=usages,
         seconds_until_free=seconds,
         failures=read_failures(log),
+        is_exact=settings.is_exact,
+        preemptions=sum(preemptions(server.metrics()) for server in (prefill, decode)),
     )
 
 

@@ -78,7 +78,8 @@ class OffloadDemo:
             cores=spread_over_cores(tp_size, from_last=not offloads),
             gpu_memory=options.gpu_memory,
             layout=options.layout if offloads else None,
-            arguments=("--prefix-caching-hash-algo", "sha256_cbor"),
+            compiled=options.compiled,
+            arguments=("--prefix-caching-hash-algo", "sha256_cbor", *options.engine_arguments),
         )
 
 
@@ -104,11 +105,15 @@ def make_documents(num_prompts: int, vocabulary_size: int) -> list[list[int]]:
 def _run_passes(demo: OffloadDemo, prompts: Sequence[list[int]], announce: Announce) -> OffloadReport:
     starting = (("alone", demo.options.decode_tp, False), ("first", demo.options.prefill_tp, True))
     with _engines(demo, starting, announce) as (alone, first):
-        reference, answers = _send_pass(f"no offload, TP {demo.options.decode_tp}", alone, prompts, None, announce)
+        reference, answers = _send_pass(
+            demo.options, f"no offload, TP {demo.options.decode_tp}", alone, prompts, None, announce
+        )
         alone.stop()
         lines = [reference]
         for name in ("nothing stored", "stored"):
-            line, _ = _send_pass(f"{name}, TP {demo.options.prefill_tp}", first, prompts, answers, announce)
+            line, _ = _send_pass(
+                demo.options, f"{name}, TP {demo.options.prefill_tp}", first, prompts, answers, announce
+            )
             lines.append(line)
         block_size = cache_block_size(first.url)
         num_stored = _wait_until_on_disk(demo.disk_path, _num_blocks(prompts, block_size), announce)
@@ -116,7 +121,9 @@ def _run_passes(demo: OffloadDemo, prompts: Sequence[list[int]], announce: Annou
         first.process.kill()
         left = len(first.process.process_ids())
     with _engines(demo, (("second", demo.options.decode_tp, True),), announce) as (second,):
-        line, _ = _send_pass(f"after SIGKILL, TP {demo.options.decode_tp}", second, prompts, answers, announce)
+        line, _ = _send_pass(
+            demo.options, f"after SIGKILL, TP {demo.options.decode_tp}", second, prompts, answers, announce
+        )
         usage = poll(lambda: cache_usage(second.metrics()), lambda used: not used, FREE_SECONDS)
     left += len(second.process.process_ids())
     return OffloadReport((*lines, line), block_size, num_stored, usage, left)
@@ -135,12 +142,17 @@ def _engines(
 
 
 def _send_pass(
-    name: str, engine: Server, prompts: Sequence[list[int]], expected: Sequence[Answer] | None, announce: Announce
+    options: DemoSettings,
+    name: str,
+    engine: Server,
+    prompts: Sequence[list[int]],
+    expected: Sequence[Answer] | None,
+    announce: Announce,
 ) -> tuple[PassLine, list[Answer]]:
     """Send all prompts; compare the tokens with ``expected``, or with themselves where this pass is the reference."""
     before = engine.metrics()
     began_at = time.monotonic()
-    answers = send_prompts(engine.url, prompts, on_answer=lambda count: announce(f"{name}: {count} answers"))
+    answers = send_prompts(options, engine.url, prompts, on_answer=lambda count: announce(f"{name}: {count} answers"))
     seconds, after = time.monotonic() - began_at, engine.metrics()
     moved = prompt_tokens(after) - prompt_tokens(before)
     by_tier = {tier: count - cached_tokens(before)[tier] for tier, count in cached_tokens(after).items()}

@@ -11,6 +11,7 @@
 import json
 import os
 import random
+import shlex
 import socket
 import sys
 import time
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from kvferry.errors import Reason
+from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.wire.trust import in_url
 from kvferry.harness.child_process import ChildProcess, LaunchError, stop_all
 from kvferry.harness.virtual_hosts import VirtualHost
@@ -49,7 +50,8 @@ class EngineSettings:
 
     Without ``role`` the engine has no connector. ``kv_cache_bytes`` is per rank. ``cores`` lists the cores of each rank
     in vLLM's form (``("0", "1")``, ``("0,1",)``); by default each rank has one core, and the ranks take turns over the
-    cores. An engine with a pipeline is traced and warmed up, which takes some more seconds; other engines run eagerly.
+    cores. Unless ``compiled``, as vLLM does by default, an engine runs eagerly; one with a pipeline is traced and
+    warmed up, which takes some more seconds.
     ``data_parallel_size`` engine cores serve behind one API server, or behind as many as ``program`` starts.
     ``connector_module`` is the module of the connector (``kv_connector_module_path``), for use without the plugin.
     ``gpu_memory`` is the part of a GPU's memory that the engine may take (0.92 by default): vLLM does not start with
@@ -75,6 +77,7 @@ class EngineSettings:
     prefix_caching: bool = True
     gpu_memory: float | None = None
     layout: str | None = None
+    compiled: bool = False
     cores: tuple[str, ...] | None = None
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -90,7 +93,8 @@ class EngineSettings:
         command = [self.python, *self.program, "--host", address, "--port", str(port)]
         command += ["--model", str(self.model), "--served-model-name", "model", "--dtype", self.dtype]
         command += ["--skip-tokenizer-init", "--max-model-len", str(self.max_model_len)]
-        command += PIPELINE_WITHOUT_COMPILER if self.pipeline_parallel_size > 1 else ["--enforce-eager"]
+        if not self.compiled:
+            command += PIPELINE_WITHOUT_COMPILER if self.pipeline_parallel_size > 1 else ["--enforce-eager"]
         command += ["--kv-cache-memory-bytes", str(self.kv_cache_bytes)]
         command += ["--tensor-parallel-size", str(self.tensor_parallel_size)]
         command += ["--pipeline-parallel-size", str(self.pipeline_parallel_size)]
@@ -119,11 +123,12 @@ class EngineSettings:
 
     def environment(self, port: int, address: str = HOST) -> dict[str, str]:
         """Return the environment variables of the API server."""
+        traced = self.compiled or self.pipeline_parallel_size > 1
         variables = {
             "VLLM_CPU_OMP_THREADS_BIND": "|".join(self.cores or spread_over_cores(self.num_ranks)),
-            "VLLM_CPU_CI_ENV": "0" if self.pipeline_parallel_size > 1 else "1",
+            "VLLM_CPU_CI_ENV": "0" if traced else "1",
             # Otherwise the first request of a rank with a part of the vocabulary waits 40 s for a C++ compiler.
-            "TORCHDYNAMO_DISABLE": "0" if self.pipeline_parallel_size > 1 else "1",
+            "TORCHDYNAMO_DISABLE": "0" if traced else "1",
             SLEEPING_WORKERS: "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -135,6 +140,34 @@ class EngineSettings:
         if self.layout is not None:
             variables["VLLM_KV_CACHE_LAYOUT"] = self.layout
         return variables | dict(self.variables)
+
+
+def words_of(arguments: str) -> tuple[str, ...]:
+    """Return the words of ``--engine-arguments``. Raises :class:`SettingsError` for an open quotation mark.
+
+    >>> words_of("--attention-backend TRITON_ATTN")
+    ('--attention-backend', 'TRITON_ATTN')
+    """
+    try:
+        return tuple(shlex.split(arguments))
+    except ValueError as error:
+        problem = f"--engine-arguments {arguments!r}: {error}."
+        raise SettingsError(Reason.INVALID_SETTING, problem, "Close the quotes.") from error
+
+
+def visible_devices() -> tuple[str, ...]:
+    """Return the CUDA devices that vLLM would use, by the names of CUDA_VISIBLE_DEVICES where that is set; none where
+    vLLM is built for CPUs.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    num_devices = torch.cuda.device_count()  # CUDA sees none after the first name that is none
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return tuple(map(str, range(num_devices)))
+    return tuple(part.strip() for part in named.split(",") if part.strip())[:num_devices]
 
 
 def spread_over_cores(num_ranks: int, *, from_last: bool = False) -> tuple[str, ...]:
@@ -365,6 +398,11 @@ def cached_tokens(metrics: Mapping[str, float]) -> dict[str, int]:
     {'host': 384}
     """
     return _by_source(metrics, "vllm:prompt_tokens_cached_by_source_total")
+
+
+def preemptions(metrics: Mapping[str, float]) -> int:
+    """Return how often an engine has preempted a request since its start."""
+    return int(metrics["vllm:num_preemptions_total"])
 
 
 def cache_usage(metrics: Mapping[str, float]) -> float:
