@@ -184,3 +184,28 @@ def test_a_small_prompt_takes_under_a_millisecond(
     seconds = seconds_of(clock, num_bytes, num_descriptors, monkeypatch)
     assert seconds == pytest.approx(predicted(clock, num_bytes), rel=0.2)
     assert seconds < 0.001
+
+
+def submitted(region: Region, num_bytes: int) -> tuple[NixlTransport, Transfer]:
+    transport = NixlTransport()
+    transport.register([region])
+    peer = NixlPeer("peer", RegionTable([region]), "peer", nixl_module.deque())
+    row = np.array([[region.base_address, region.base_address, num_bytes]], np.uint64)
+    return transport, transport.submit(peer, Direction.WRITE, row)
+
+
+def test_a_cancelled_transfer_ends_only_with_its_posted_slices(clock: Clock) -> None:
+    transport, transfer = submitted(REGION, 1 << 28)
+    assert transport.poll(transfer) is Status.PENDING
+    assert transport.cancel(transfer) is Status.PENDING, "the device still writes"
+    clock.now += 1.0
+    assert transport.poll(transfer) is Status.CANCELLED
+
+
+def test_slices_that_end_as_they_are_posted_are_not_the_whole_transfer(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "postXferReq", lambda handle: clock._ends.update({handle: 0.0}))
+    transport, transfer = submitted(Region(1 << 40, 1 << 31), 2 * NixlTransport._slice_bytes)
+    assert transport.poll(transfer) is Status.PENDING, "a second slice is not posted"
+    assert transport.poll(transfer) is Status.DONE
