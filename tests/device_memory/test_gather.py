@@ -17,6 +17,7 @@ from kvferry.execution import device_gather, memory
 from kvferry.execution.device import CudaOrder
 from kvferry.execution.device_gather import GatherBuffer, take_buffer
 from kvferry.execution.local_copy import CHUNKS_IN_FLIGHT, LocalRoute, PinnedCopying, PinnedMemory
+from kvferry.execution.trial import LabelledBlocks
 from kvferry.layout.named_layouts import NamedLayout
 from kvferry.layout.shard import CacheKind, Region
 from kvferry.layout.slab import slab_shard
@@ -103,6 +104,38 @@ def test_the_trial_finds_copies_that_move_nothing_behind_the_buffer(
     executor.close()
 
 
+def test_the_trial_copies_only_once_its_labels_and_its_cleared_buffer_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both are launched on the engine's stream, beside which the copies have streams of their own."""
+    launched: list[Callable[[], None]] = []
+    done: list[str] = []
+
+    class WorkOver:
+        def is_over(self) -> bool:
+            while launched:
+                launched.pop(0)()
+            return True
+
+        wait = is_over
+
+    def late(owner: Any, name: str) -> None:
+        act = getattr(owner, name)
+        launch = lambda it: launched.append(lambda: (done.append(name), act(it)))  # noqa: E731
+        monkeypatch.setattr(owner, name, launch)
+
+    trial, _, executor = trial_of(attention(0, 1, ["0", "1"]))
+    trial._buffer = GatherBuffer(ImmediateOrder(), 1 << 16)
+    monkeypatch.setattr(trial._order, "mark", WorkOver)
+    late(LabelledBlocks, "label")
+    late(GatherBuffer, "clear")
+    move = standin_driver._move
+    monkeypatch.setattr(standin_driver, "_move", lambda rows: (done.append("copy"), move(rows)))
+    trial.run()
+    executor.close()
+    assert done == ["label", "copy", "clear", "copy"]
+
+
 # Streams that a test runs.
 
 
@@ -128,6 +161,7 @@ class Streams:
         self.engine.run()
         self.pinned = PinnedMemory(self.slab.region, order, buffer)
         self.copies = self.cuda.streams[-1]
+        assert self.copies is not self.engine, "copies would hold the engine up"
         self.kernels = self.cuda.Stream(DEVICE)
         self.cuda.set_stream(self.kernels)
         for stream in (self.copies, self.kernels):

@@ -280,9 +280,10 @@ def test_a_load_waits_for_its_blocks_and_is_reported_when_it_has_landed(
     await_batch(copies)
     time.sleep(0.05)
     assert rank.worker.take_finished() == (set(), set()), "launched, and not done"
+    copies.step()
+    assert int(np.count_nonzero(rank.memory.content == 9)) == len(rank.stored) // 8, "the mark is behind the copies"
     copies.run()
     assert rank.finished() == ({"r"}, set())
-    assert int(np.count_nonzero(rank.memory.content == 9)) == len(rank.stored) // 8
 
 
 def test_shutdown_waits_for_copies_under_way(on_streams: tuple[Rank, FakeStream, FakeStream]) -> None:

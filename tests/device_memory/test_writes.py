@@ -5,6 +5,7 @@ The tests are those of host memory; here every cache lies on a device, and every
 
 import threading
 
+import numpy as np
 import pytest
 
 from kvferry.errors import Reason
@@ -15,8 +16,10 @@ from kvferry.handoff.source import END
 from kvferry.layout.named_layouts import NamedLayout
 
 from ..local import test_write_integrity, test_writes
-from ..local.engines_in_process import Rank
+from ..local.engines_in_process import BLOCK_SIZE, LAYERS, Rank
 from ..local.engines_that_write import HELD, Batches, Pairs, ReceivingRank, SendingEngine, check_arrived, engines
+from ..local.test_writes import layer_bytes
+from ..waits import wait_until
 from . import device, standin_nixl
 from .device import ImmediateOrder
 
@@ -87,6 +90,48 @@ def test_a_hold_is_written_once_the_device_has_done_the_step(
     order.done.set()
     assert receiver.result().error is None
     check_arrived(sender, [receiver], [5, 1], [2, 4])
+
+
+class SteppedOrder(ImmediateOrder):
+    """Of a device that has done the work behind each mark when the test says so."""
+
+    def __init__(self) -> None:
+        self.done: list[threading.Event] = []
+
+    def mark(self) -> Mark:
+        late = LateOrder()
+        self.done.append(late.done)
+        return late.mark()
+
+
+def test_a_layer_is_written_once_the_device_has_done_it_and_no_further_than_its_step(
+    engines: Pairs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step is launched meanwhile: a layer of the first must not declare what only the next computes."""
+    order = SteppedOrder()
+    monkeypatch.setattr(device.DeviceCaches, "order", order)
+    sender, [receiver] = engines.open(batches=Batches.SPANS)
+    receiver.receive(sender.hold(), [0, 3])
+    [source] = sender.ranks
+    for num_final in (BLOCK_SIZE, END):
+        prompts = [("x", test_writes.prompt_of([5, 1], num_final))]
+        source.writer.begin_step(prompts)
+        for layer in LAYERS:
+            source.writer.reach(layer)
+        source.writer.compute(prompts)
+    begun, first_layer, *others = order.done
+    begun.set()
+    assert receiver.is_waiting(0.3)
+    assert not receiver.rank.cache.any()
+    first_layer.set()
+    wait_until(lambda: np.array_equal(layer_bytes(receiver.rank, 0, 0), layer_bytes(source.rank, 5, 0)))
+    assert receiver.is_waiting(0.3)
+    assert not layer_bytes(receiver.rank, 0, 1).any()
+    assert not receiver.rank.cache[3].any()
+    for done in others:
+        done.set()
+    assert receiver.result().error is None
+    check_arrived(sender, [receiver], [5, 1], [0, 3])
 
 
 def test_a_layer_arrives_before_the_next_has_run(engines: Pairs) -> None:

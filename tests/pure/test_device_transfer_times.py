@@ -5,6 +5,7 @@ of which 8 were in flight, took 12 to 14 ms. Which call took how long is not kno
 call that posts a slice takes 90 us; in the other UCX sees the end of a copy every 0.7 ms only.
 """
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ class Clock:
     """
 
     def __init__(self, post_seconds: float, seen_seconds: float) -> None:
-        self._post_seconds, self._seen_seconds = post_seconds, seen_seconds
+        self.post_seconds, self.seen_seconds = post_seconds, seen_seconds
         self.now = 0.0
         self.num_looks = 0
         self._device_is_free_at = 0.0
@@ -57,7 +58,7 @@ class Clock:
         return len(self._bytes)
 
     def postXferReq(self, handle: int) -> str:
-        self.now += self._post_seconds
+        self.now += self.post_seconds
         begins_at = max(self.now + START_SECONDS, self._device_is_free_at)
         self._device_is_free_at = self._ends[handle] = begins_at + self._bytes[handle - 1] / BYTES_PER_SECOND
         return "running"
@@ -65,7 +66,7 @@ class Clock:
     def getXferStatus(self, handle: int) -> str:
         self.now += LOOK_SECONDS
         self.num_looks += 1
-        seen_until = self.now // self._seen_seconds * self._seen_seconds if self._seen_seconds else self.now
+        seen_until = self.now // self.seen_seconds * self.seen_seconds if self.seen_seconds else self.now
         return "running" if seen_until < self._ends[handle] else "done"
 
     def releaseXferReq(self, handle: int) -> None:
@@ -149,17 +150,29 @@ def seconds_of(clock: Clock, num_bytes: int, num_descriptors: int, monkeypatch: 
         executor._thread.join()
 
 
+def predicted(clock: Clock, num_bytes: int) -> float:
+    """Return the seconds by arithmetic: the copy behind its post, or all posts, or all looks; and the last look."""
+    num_slices = math.ceil(num_bytes / NixlTransport._device_slice_bytes)
+    copied = clock.post_seconds + START_SECONDS + num_bytes / BYTES_PER_SECOND
+    posted = num_slices * clock.post_seconds
+    seen = math.ceil(num_slices / nixl_module.MAX_DEVICE_SLICES_IN_FLIGHT) * clock.seen_seconds
+    return max(copied, posted, seen) + LOOK_SECONDS
+
+
 def test_the_models_take_as_long_as_an_h200_took_before(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NixlTransport, "_device_slice_bytes", 8 << 20)
     monkeypatch.setattr(nixl_module, "MAX_DEVICE_SLICES_IN_FLIGHT", 8)
     monkeypatch.setattr(executor_module, "WAIT_SECONDS", 0.0005)
+    expected = predicted(clock, PROMPT_BYTES)
     seconds = seconds_of(clock, PROMPT_BYTES, NUM_DESCRIPTORS, monkeypatch)
     assert seconds == pytest.approx(0.013, rel=0.2)
+    assert seconds == pytest.approx(expected, rel=0.2)
 
 
 def test_a_large_prompt_takes_a_tenth_of_the_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.55 ms are those of a copy within the device."""
     seconds = seconds_of(clock, PROMPT_BYTES, NUM_DESCRIPTORS, monkeypatch)
+    assert seconds == pytest.approx(predicted(clock, PROMPT_BYTES), rel=0.2)
     assert 0.00055 < seconds < 0.0015
     assert clock.num_looks < 200
 
@@ -168,4 +181,31 @@ def test_a_large_prompt_takes_a_tenth_of_the_time(clock: Clock, monkeypatch: pyt
 def test_a_small_prompt_takes_under_a_millisecond(
     num_bytes: int, num_descriptors: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert seconds_of(clock, num_bytes, num_descriptors, monkeypatch) < 0.001
+    seconds = seconds_of(clock, num_bytes, num_descriptors, monkeypatch)
+    assert seconds == pytest.approx(predicted(clock, num_bytes), rel=0.2)
+    assert seconds < 0.001
+
+
+def submitted(region: Region, num_bytes: int) -> tuple[NixlTransport, Transfer]:
+    transport = NixlTransport()
+    transport.register([region])
+    peer = NixlPeer("peer", RegionTable([region]), "peer", nixl_module.deque())
+    row = np.array([[region.base_address, region.base_address, num_bytes]], np.uint64)
+    return transport, transport.submit(peer, Direction.WRITE, row)
+
+
+def test_a_cancelled_transfer_ends_only_with_its_posted_slices(clock: Clock) -> None:
+    transport, transfer = submitted(REGION, 1 << 28)
+    assert transport.poll(transfer) is Status.PENDING
+    assert transport.cancel(transfer) is Status.PENDING, "the device still writes"
+    clock.now += 1.0
+    assert transport.poll(transfer) is Status.CANCELLED
+
+
+def test_slices_that_end_as_they_are_posted_are_not_the_whole_transfer(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock, "postXferReq", lambda handle: clock._ends.update({handle: 0.0}))
+    transport, transfer = submitted(Region(1 << 40, 1 << 31), 2 * NixlTransport._slice_bytes)
+    assert transport.poll(transfer) is Status.PENDING, "a second slice is not posted"
+    assert transport.poll(transfer) is Status.DONE
