@@ -55,7 +55,8 @@ class AgentsMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.running: dict[int, str] = {}
         self.agent = Agent(self.running)
-        self.agents = RemoteAgents(SimpleNamespace(nixlBackendError=KeyError, nixlRemoteDisconnectError=KeyError), self.agent, self.running, "")
+        nixl = SimpleNamespace(nixlBackendError=KeyError, nixlRemoteDisconnectError=KeyError)
+        self.agents = RemoteAgents(nixl, self.agent, self.running, "")
         self.peers: list[NixlPeer] = []
         self.versions: Counter[str] = Counter()
 
