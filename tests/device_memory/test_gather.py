@@ -216,8 +216,9 @@ def test_bytes_are_right_in_whatever_order_the_streams_run(order: str, kinds: li
     others = [each for each in range(24) if each not in BLOCKS], [each for each in range(24) if each not in SLOTS]
     asked = {False: (BLOCKS, SLOTS), True: (others[1][:11], others[0][:11])}
     jobs = {is_load: streams.job(*asked[is_load], is_load=is_load) for is_load in kinds}
-    for _ in range(1000):
-        for is_load, job in [*jobs.items()]:
+    for turn in range(1000):
+        # Either goes first, so that each half is a store's and then a load's.
+        for is_load, job in [*jobs.items()][:: 1 if turn % 2 else -1]:
             job.advance()
             if job.is_over:
                 streams.expect(*asked[is_load], is_load=is_load)
@@ -240,6 +241,12 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
     "one half twice": (GatherBuffer, "__init__", "Half(begin + half_bytes)", "Half(begin)"),
     "an end before the second step": (GatherBuffer, "launch", "half.end = second.mark()", "half.end = first.mark()"),
     "no end waited for": (PinnedCopying, "is_over", " and not self._in_flight", ""),
+    "a load's copies on the kernel's stream": (
+        GatherBuffer,
+        "launch",
+        "copy(rows, copies.handle)\n                else",
+        "copy(rows, kernel.handle)\n                else",
+    ),
     "elements twice as wide": (device_gather, "element_width", "% width", "% max(1, width // 2)"),
 }
 
@@ -248,20 +255,20 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
 def test_each_broken_line_is_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, right, wrong = MUTANTS[mutant]
     kept = getattr(owner, name)
-    source = textwrap.dedent(inspect.getsource(getattr(kept, "fget", kept)))
+    source = inspect.getsource(getattr(kept, "fget", kept))
     assert right in source
     made: dict[str, Any] = {}
     module = owner if owner is device_gather else sys.modules[owner.__module__]
-    exec(compile(source.replace(right, wrong), mutant, "exec"), vars(module), made)
+    exec(compile(textwrap.dedent(source.replace(right, wrong)), mutant, "exec"), vars(module), made)
     monkeypatch.setattr(owner, name, made[name])
     device_gather.images_of.cache_clear()
     found = []
     for order in list(ORDERS)[:2]:
-        for is_load in (False, True):
+        for kinds in ([False], [True], [False, True]):
             try:
-                test_bytes_are_right_in_whatever_order_the_streams_run(order, [is_load])
+                test_bytes_are_right_in_whatever_order_the_streams_run(order, kinds)
             except Exception:  # an assertion's, inside the interpreter another
-                found.append((order, is_load))
+                found.append((order, kinds))
                 break
         if found:
             break
