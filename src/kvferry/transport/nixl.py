@@ -72,7 +72,8 @@ SILENCE_SECONDS = 30
 """How long a host may leave what it was sent over TCP unacknowledged before its transfers fail: without a bound they
 wait for a host that has vanished as long as the kernel repeats packets, a quarter of an hour. A transfer that only
 receives ends within 20 s more, when UCX asks whether the peer is alive."""
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 20.0
+"""Where a link fails for some seconds, Linux tries again 7 and 15 s after the first packet, in either direction."""
 DEVICES_VARIABLE, MODULES_VARIABLE = "UCX_NET_DEVICES", "UCX_MODULES"
 PORTS_VARIABLE = "UCX_TCP_PORT_RANGE"
 CLOSE_SECONDS = 2.0
