@@ -42,9 +42,9 @@ from kvferry.peer_log import printable
 from kvferry.plan.match import GroupBlocks, of_rank
 from kvferry.plan.planner import PairPlan
 from kvferry.transport.cma import check_same_host
-from kvferry.transport.network import bare, interface_of
+from kvferry.transport.network import interface_of
 from kvferry.transport.nixl import NO_PORTS, NixlEndPoint, TcpPorts
-from kvferry.transport.protocol import decode_end_point, is_on_this_host
+from kvferry.transport.protocol import bare, decode_end_point, is_on_this_host
 from kvferry.transport.registry import in_common, nothing_in_common
 
 PROMPT_TOKENS = 10_000

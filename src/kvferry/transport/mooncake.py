@@ -34,7 +34,7 @@ import numpy as np
 from kvferry.arrays import Descriptors
 from kvferry.errors import KVFerryError, Reason, SettingsError, TransportError, install_command, open_port
 from kvferry.layout.shard import Region
-from kvferry.transport.network import AddressesOf, any_addresses, listeners, listens_at
+from kvferry.transport.network import AddressesOf, listeners, listens_at
 from kvferry.transport.protocol import (
     NONCE_BYTES,
     Address,
@@ -48,6 +48,7 @@ from kvferry.transport.protocol import (
     RegionTable,
     Status,
     Transfer,
+    any_addresses,
     check_devices,
     decode_end_point,
     pack_devices,

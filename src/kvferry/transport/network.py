@@ -13,9 +13,11 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 from struct import pack, unpack
+
+from kvferry.transport.protocol import any_addresses, plain_address
 
 logger = logging.getLogger(__name__)
 
@@ -28,15 +30,6 @@ _LIST_ADDRESSES = 0x8912
 """The number of SIOCGIFCONF, which lists every IPv4 address of every interface."""
 _ENTRY_BYTES, _NAME_BYTES = 40, 16
 """Of ``struct ifreq``: a name, and a ``sockaddr_in`` with the address in its bytes 4 to 8."""
-
-
-def any_addresses(host: str, port: int) -> list[str]:
-    """Return all addresses of a host. Raises :class:`OSError`.
-
-    >>> any_addresses("[::1]", 5600), any_addresses("127.0.0.1", 5600)
-    (['::1'], ['127.0.0.1'])
-    """
-    return [str(place[4][0]) for place in socket.getaddrinfo(bare(host), port, type=socket.SOCK_STREAM)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,23 +122,6 @@ def _addresses() -> Iterator[tuple[str, IPv4Address | IPv6Address]]:
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             packed, *_, name = line.split()
             yield name, IPv6Address(bytes.fromhex(packed))
-
-
-def plain_address(address: str) -> IPv4Address | IPv6Address:
-    """Return an address without its scope, and the IPv4 address that an IPv6 address may stand for.
-
-    Raises ``ValueError`` for what is no address.
-
-    >>> plain_address("fe80::1%eth0"), plain_address("::ffff:127.0.0.1")
-    (IPv6Address('fe80::1'), IPv4Address('127.0.0.1'))
-    """
-    found = ip_address(address.partition("%")[0])
-    return (isinstance(found, IPv6Address) and found.ipv4_mapped) or found
-
-
-def bare(host: str) -> str:
-    """Return the host without the brackets of an IPv6 address."""
-    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def rdma_devices() -> list[str]:

@@ -28,7 +28,7 @@ import numpy as np
 from kvferry.arrays import Addresses, Descriptors
 from kvferry.errors import Reason, TransportError, open_port
 from kvferry.layout.shard import HOST_DEVICE, Region
-from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device, interface_of, listens_at, plain_address
+from kvferry.transport.network import LOOPBACK_DEVICE, has_efa_device, interface_of, listens_at
 from kvferry.transport.protocol import (
     NONCE_BYTES,
     Address,
@@ -47,6 +47,7 @@ from kvferry.transport.protocol import (
     install_nixl,
     pack_devices,
     pack_regions,
+    plain_address,
     unpack_regions,
 )
 from kvferry.transport.sliced import (

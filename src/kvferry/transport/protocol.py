@@ -13,11 +13,13 @@ import os
 import re
 import select
 import signal
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Annotated, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
@@ -687,3 +689,29 @@ def _describe(table: RegionTable) -> str:
     spans = [f"[{r.base_address:#x}, {r.base_address + r.length:#x})" for r in table.regions[:4]]
     more = f" and {len(table.regions) - 4} more" if len(table.regions) > 4 else ""
     return (", ".join(spans) or "nothing") + more
+
+
+def bare(host: str) -> str:
+    """Return the host without the brackets of an IPv6 address."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def any_addresses(host: str, port: int) -> list[str]:
+    """Return all addresses of a host. Raises :class:`OSError`.
+
+    >>> any_addresses("[::1]", 5600), any_addresses("127.0.0.1", 5600)
+    (['::1'], ['127.0.0.1'])
+    """
+    return [str(place[4][0]) for place in socket.getaddrinfo(bare(host), port, type=socket.SOCK_STREAM)]
+
+
+def plain_address(address: str) -> IPv4Address | IPv6Address:
+    """Return an address without its scope, and the IPv4 address that an IPv6 address may stand for.
+
+    Raises ``ValueError`` for what is no address.
+
+    >>> plain_address("fe80::1%eth0"), plain_address("::ffff:127.0.0.1")
+    (IPv6Address('fe80::1'), IPv4Address('127.0.0.1'))
+    """
+    found = ip_address(address.partition("%")[0])
+    return (isinstance(found, IPv6Address) and found.ipv4_mapped) or found

@@ -36,7 +36,7 @@ from kvferry.handoff.messages import Bounded, EndPoint, Identifier, Unsigned
 from kvferry.handoff.wire.client import BackgroundCalls
 from kvferry.handoff.wire.trust import SIGNATURE_PATTERN, THIS_MACHINE, Keys, Trust, is_ipv6, parse_place
 from kvferry.peer_log import PeerLog
-from kvferry.transport.network import bare
+from kvferry.transport.protocol import bare
 
 logger = PeerLog(logging.getLogger(__name__))
 

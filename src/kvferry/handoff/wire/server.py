@@ -25,7 +25,7 @@ from kvferry.handoff import messages as protocol
 from kvferry.handoff.messages import Answer, Question, Refusal, encode
 from kvferry.handoff.wire.trust import Keys, is_ipv6
 from kvferry.peer_log import PeerLog
-from kvferry.transport.network import bare
+from kvferry.transport.protocol import bare
 
 logger = PeerLog(logging.getLogger(__name__))
 READ_BYTES = 64 << 10

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvferry.errors import HandoffError, KVFerryError, Reason, SettingsError
-from kvferry.transport.network import any_addresses, bare, plain_address
+from kvferry.transport.protocol import any_addresses, bare, plain_address
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey

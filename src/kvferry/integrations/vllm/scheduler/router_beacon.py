@@ -17,7 +17,7 @@ import zmq
 
 from kvferry.errors import Reason, SettingsError
 from kvferry.handoff.wire.trust import in_url, is_ipv6, parse_place
-from kvferry.transport.network import bare
+from kvferry.transport.protocol import bare
 
 BEAT_SECONDS = 1.0
 FORGOTTEN_SECONDS = 6.0
