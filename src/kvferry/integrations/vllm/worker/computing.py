@@ -23,24 +23,22 @@ def watch_computing(computing: Callable[[], AbstractContextManager[None]]) -> No
     worker = on_the_stack(WorkerBase)
     if worker is None:
         return
+
+    def within(call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def compute(*arguments: Any, **named: Any) -> Any:
+            with computing():
+                return call(*arguments, **named)
+
+        return compute
+
     runner = worker.model_runner
-    execute_model, sample_tokens, dummy_run = runner.execute_model, runner.sample_tokens, runner._dummy_run
+    execute_model, compute_model = runner.execute_model, within(runner.execute_model)
 
     @wraps(execute_model)
     def execute(scheduler_output: Any, *arguments: Any, **named: Any) -> Any:
-        if not scheduler_output.total_num_scheduled_tokens:
-            return execute_model(scheduler_output, *arguments, **named)
-        with computing():
-            return execute_model(scheduler_output, *arguments, **named)
+        run = compute_model if scheduler_output.total_num_scheduled_tokens else execute_model
+        return run(scheduler_output, *arguments, **named)
 
-    @wraps(sample_tokens)
-    def sample(*arguments: Any, **named: Any) -> Any:
-        with computing():
-            return sample_tokens(*arguments, **named)
-
-    @wraps(dummy_run)
-    def run_dummy(*arguments: Any, **named: Any) -> Any:
-        with computing():
-            return dummy_run(*arguments, **named)
-
-    runner.execute_model, runner.sample_tokens, runner._dummy_run = execute, sample, run_dummy
+    runner.execute_model = execute
+    runner.sample_tokens, runner._dummy_run = within(runner.sample_tokens), within(runner._dummy_run)
